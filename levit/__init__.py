@@ -1,0 +1,8 @@
+"""LEViT, the Lifelong Expansible Vision Transformer, made fast: online, task-free continual learning of images."""
+
+from levit import reference
+from levit.config import LEViTConfig
+from levit.learner import Event, Learner
+from levit.model import LEViT
+
+__all__ = ["Event", "LEViT", "LEViTConfig", "Learner", "reference"]

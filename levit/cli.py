@@ -1,0 +1,330 @@
+"""The command `levit`: train, eval, predict, report, info."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+
+from levit.config import PRESETS, LEViTConfig
+from levit.report.progress import RichDisplay
+from levit.report.tables import matrix_table, result_table
+from levit.runs import RunDirectory, RunError, environment, latest_run_path, new_run_path
+from levit.streams import SplitStream, load_dataset
+from levit.train import Interrupted, RunOptions, build_stream, train
+
+OVERVIEW = f"""usage: levit COMMAND ...
+
+Task-free continual learning of images with LEViT: a stream is seen once, experts are added as it changes.
+
+commands:
+  train PRESET       train on a stream, into a run directory
+  eval RUN           accuracy of a trained run on the test images
+  predict RUN IMAGE  labels for image files
+  report RUN...      result table of one or more runs, mean and deviation over seeds
+  info               versions, devices, kernels
+
+presets: {", ".join(PRESETS)}
+
+examples:
+  levit train digits                                    under 2 minutes, needs no data
+  levit train split-mnist --seed 0 --max-experts 10     any field of the configuration is a flag
+  levit train split-mnist --method finetune --limit 3000
+  levit report runs/*
+  levit COMMAND --help                                  all options of a command
+"""
+
+TRAIN_EXAMPLES = """
+examples:
+  levit train digits
+  levit train split-mnist --seed 1 --gating none --out runs/no-dkf
+  levit train split-mnist --out runs/no-dkf --resume
+  levit train split-fashion --method reference --limit 3000 --memory-size 300
+"""
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+@dataclass
+class TrainArguments:
+    """Train a method on a preset's stream, once and in order, and write a run directory.
+
+    The directory holds config.json, metrics.csv, results.json, checkpoint.pt, plots and report.html. Ctrl-C saves a
+    checkpoint; --resume goes on from it as if the run had never stopped.
+    """
+
+    config: Annotated[LEViTConfig, tyro.conf.arg(name="")]
+    run: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
+    data_dir: str | None = None
+    """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
+    download: Flag = False
+    """Let torchvision fetch a data set that is missing."""
+    out: Path | None = None
+    """Run directory; default runs/PRESET-METHOD-seedSEED, with -2, -3, … where that is taken."""
+    resume: Flag = False
+    """Go on with the run in --out (or the latest default directory), with its own configuration."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, cuda:1."""
+    threads: int | None = None
+    """CPU threads; default torch's."""
+    quiet: Flag = False
+    """No progress, only the result."""
+
+
+@dataclass
+class EvalArguments:
+    """Evaluate a run's latest checkpoint on the test images of its data set."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """A run directory."""
+    data_dir: str | None = None
+    """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
+    by_task: Flag = False
+    """Also the protocol that tells the model which images belong together; shown as `by-task (leaks)`."""
+    json: Flag = False
+    """Print JSON, accuracies from 0 to 1."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, cuda:1."""
+    threads: int | None = None
+    """CPU threads; default torch's."""
+
+
+@dataclass
+class PredictArguments:
+    """Print a line per image: file, label, expert chosen, softmax value of the label (not calibrated)."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """A run directory."""
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Pictures of the model's size, or .npz files with an array of images."""
+    json: Flag = False
+    """Print a JSON list instead."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, cuda:1."""
+
+
+@dataclass
+class ReportArguments:
+    """Print the result table of finished runs; runs that differ in the seed alone share a row, mean ± deviation."""
+
+    directories: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run directories."""
+    write: Flag = False
+    """Also draw every run's plots and report.html again."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0, 1 for a run that failed, 2 for a bad command, 130 when interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in ("-h", "--help", "help"):
+        print(OVERVIEW, end="")
+        return 0
+    try:
+        if name not in COMMANDS:
+            raise ValueError(f"{name!r} is no command.{_nearest(name, COMMANDS)} See levit --help")
+        return COMMANDS[name](rest)
+    except BrokenPipeError:  # the reader (head, less) has seen enough; the interpreter must not flush again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (RunError, ValueError) as error:
+        if os.environ.get("LEVIT_DEBUG"):
+            raise
+        print(f"levit: {error}", file=sys.stderr)
+        return 1 if isinstance(error, RunError) else 2
+    except (Interrupted, KeyboardInterrupt) as stop:
+        print(f"levit: {stop or 'interrupted'}", file=sys.stderr)
+        return 130
+
+
+def _train(arguments: list[str]) -> int:
+    preset, rest = (arguments[0], arguments[1:]) if arguments else ("-", [])
+    if preset in ("-h", "--help"):
+        print(f"levit train PRESET [OPTIONS]; PRESET is one of {', '.join(PRESETS)}. The defaults below are digits'.\n")
+        preset, rest = "digits", ["--help"]
+    if preset.startswith("-"):
+        raise ValueError(f"name a preset first: levit train PRESET [OPTIONS]; presets are {', '.join(PRESETS)}")
+    LEViTConfig.preset(preset)  # an unknown one is told before anything else
+    args = _parse_train(preset, rest, TrainArguments(_unresolved(PRESETS[preset])))
+    stem = Path("runs") / f"{preset}-{args.run.method}-seed{args.config.seed}"
+    if args.resume:
+        args.out = args.out or latest_run_path(stem)
+        stored = RunDirectory(args.out).read_config()
+        if stored["preset"] != preset:
+            raise RunError(f"{args.out}: a run of preset {stored['preset']}, not {preset}; choose another --out")
+        defaults = TrainArguments(_unresolved(stored["config"]), RunOptions(**stored["options"]), out=args.out)
+        args = _parse_train(preset, rest, defaults)
+    _set_up(args.device, args.threads)
+
+    console = Console(stderr=True)
+    stream = build_stream(args.config, args.run, args.data_dir, args.download)
+    run = RunDirectory(args.out or new_run_path(stem))
+    display = RichDisplay(console, len(stream), len(stream.ends), args.quiet)
+    display.say(f"{preset}: {len(stream)} images of {stream.data.name}, classes {stream.experiences}, into {run.path}")
+    command = shlex.join(["levit", "train", preset, *rest])
+    with display:
+        results = train(
+            run,
+            args.config,
+            args.run,
+            stream,
+            display,
+            preset=preset,
+            device=args.device,
+            command=command,
+            resume=args.resume,
+        )
+    _write_report(run, display.say)
+    out = _stdout()
+    out.print(result_table([(run.read_config(), results)]))
+    display.say(f"written: {run.path}")
+    return 0
+
+
+def _eval(arguments: list[str]) -> int:
+    from levit.inference import evaluate, load_model, run_config
+
+    args = _parse(EvalArguments, "eval", arguments)
+    _set_up(args.device, args.threads)
+    run = RunDirectory(args.directory)
+    cfg, config = run_config(run), run.read_config()
+    data = load_dataset(cfg.dataset, args.data_dir)
+    if data.sha256 != config["data"]["sha256"]:
+        raise RunError(f"{run.path}: trained on other data than {data.source} (sha256 {data.sha256} differs)")
+    result = evaluate(load_model(run, args.device), SplitStream.from_config(cfg, data), args.device, args.by_task)
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    print(f"accuracy per sample, all classes: {100 * result['accuracy']:.2f} %")
+    print("by experience: " + "  ".join(f"{100 * value:.2f}" for value in result["accuracy_by_experience"]))
+    print("images by expert: " + "  ".join(map(str, result["images_by_expert"])))
+    if args.by_task:
+        print(f"by-task (leaks): {100 * result['by-task (leaks)']:.2f} %")
+    return 0
+
+
+def _predict(arguments: list[str]) -> int:
+    from levit.inference import load_model, predict, read_images, run_config
+
+    args = _parse(PredictArguments, "predict", arguments)
+    _set_up(args.device, None)
+    run = RunDirectory(args.directory)
+    cfg = run_config(run)
+    model = load_model(run, args.device)
+    answers = []
+    for path in args.images:
+        found = predict(model, read_images(path, cfg).to(args.device))
+        names = [str(path)] if len(found) == 1 else [f"{path}[{i}]" for i in range(len(found))]
+        answers += [{"image": name, **answer} for name, answer in zip(names, found, strict=True)]
+    if args.json:
+        print(json.dumps(answers))
+    else:
+        print("image\tlabel\texpert\tsoftmax")
+        for answer in answers:
+            print(f"{answer['image']}\t{answer['label']}\t{answer['expert']}\t{answer['softmax']:.4f}")
+    return 0
+
+
+def _report(arguments: list[str]) -> int:
+    args = _parse(ReportArguments, "report", arguments)
+    runs = [RunDirectory(path) for path in args.directories]
+    if not runs:
+        raise ValueError("name at least one run directory: levit report RUN...")
+    out = _stdout()
+    contents = [(run.read_config(), run.read_results()) for run in runs]
+    out.print(result_table(contents))
+    if len(runs) == 1:
+        out.print(matrix_table(contents[0][1]))
+    if args.write:
+        for run in runs:
+            _write_report(run, out.print)
+    return 0
+
+
+def _info(arguments: list[str]) -> int:
+    if importlib.util.find_spec("levit_kernels.info"):
+        return importlib.import_module("levit_kernels.info").main(arguments) or 0
+    for name, value in environment()["versions"].items():
+        print(f"{name:10} {value}")
+    print(f"{'device':10} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "eval": _eval,
+    "predict": _predict,
+    "report": _report,
+    "info": _info,
+}
+
+
+def _parse(kind: type[Any], command: str, arguments: list[str], default: Any = None) -> Any:
+    options = (
+        {}
+        if default is None
+        else {"default": default, "description": inspect.cleandoc(kind.__doc__) + "\n" + TRAIN_EXAMPLES}
+    )
+    return tyro.cli(kind, prog=f"levit {command}", args=arguments, **options)
+
+
+def _parse_train(preset: str, arguments: list[str], default: TrainArguments) -> TrainArguments:
+    return _parse(TrainArguments, f"train {preset}", arguments, default)
+
+
+def _unresolved(values: dict[str, Any]) -> LEViTConfig:
+    """A configuration whose derived fields (head_dim follows embed_dim) are still open, as defaults of the flags."""
+    config = object.__new__(LEViTConfig)
+    for item in fields(LEViTConfig):
+        value = values.get(item.name, item.default)
+        object.__setattr__(config, item.name, tuple(value) if isinstance(value, list) else value)
+    return config
+
+
+def _set_up(device: str, threads: int | None) -> None:
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads: expected at least 1, got {threads}")
+        torch.set_num_threads(threads)
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device} was asked for, but this torch ({torch.__version__}) sees no such device")
+
+
+def _write_report(run: RunDirectory, say: Callable[[str], Any]) -> None:
+    """Plots and report.html; without matplotlib the page has no plots, and that is said."""
+    from levit.report.page import write_page
+
+    plots: list[Path] = []
+    try:
+        from levit.report.plots import write_plots
+    except ImportError:
+        say("no plots: matplotlib is not installed (pip install matplotlib, then levit report RUN --write)")
+    else:
+        plots = write_plots(run)
+    write_page(run, plots)
+
+
+def _stdout() -> Console:
+    """Standard output; a file gets wide lines, where a terminal would wrap."""
+    return Console() if sys.stdout.isatty() else Console(width=180)
+
+
+def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,191 @@
+"""LEViTConfig: every choice of a run in one frozen dataclass, and the presets of SPEC.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class LEViTConfig:
+    """One effective configuration: model, learner, stream and runtime.
+
+    Build one with `LEViTConfig.preset("split-mnist", seed=3)`; any field can be overridden. A value that makes no
+    sense raises `ValueError` naming the field, what was expected and what came.
+    """
+
+    # model
+    image_size: int = 28
+    """S: images are [C, S, S] (pixels)."""
+    channels: int = 1
+    """C: colour channels of an image."""
+    patch_size: int = 7
+    """P: side of a square patch (pixels); must divide image_size."""
+    num_classes: int = 10
+    """Classes over the whole stream; every expert's head predicts all of them."""
+    embed_dim: int = 100
+    """Q: width of a token."""
+    num_heads: int = 3
+    """H: attention heads."""
+    head_dim: int | None = None
+    """d: width of one head; None means embed_dim (full-width heads [C])."""
+    gating: Literal["learned", "fixed", "none"] = "learned"
+    """Dynamic knowledge fusion: learned softmax gates (DKF), constant 1/K (DKF-Fixed), or no transfer (No-DKF)."""
+    gate_per: Literal["expert", "head"] = "expert"
+    """One gate per expert, or one per expert and head (equation 7)."""
+    head_hidden: tuple[int, ...] = (100,)
+    """Hidden sizes of the classifier MLP."""
+    vae_hidden: tuple[int, int] = (200, 200)
+    """Hidden sizes of the MLP VAE's encoder and decoder."""
+    latent_dim: int = 50
+    """L: width of a VAE code."""
+    beta: float = 0.5
+    """Weight of the KL term in the VAE loss [P]."""
+    route_samples: int = 0
+    """Routing averages the VAE loss over this many sampled codes; 0 takes the mean code (as published)."""
+
+    # learner
+    criterion: Literal["latent"] = "latent"
+    """Expansion rule: `latent` is equation 6 as published [P]."""
+    gamma: float | None = None
+    """Threshold of rule `latent`; None means 0.94 * sqrt(2 L) [D]."""
+    memory_size: int = 2000
+    """M: capacity of the memory (images)."""
+    train_batch: int = 64
+    """Images drawn from the memory per update."""
+    updates_per_batch: int = 3
+    """Adam steps per batch of the stream."""
+    learning_rate: float = 1e-3
+    """Adam's learning rate (the paper's 1e-4 wants more updates than one pass allows [D])."""
+    max_experts: int | None = None
+    """No expansion beyond this many experts; None means no limit."""
+    seed: int = 0
+    """The one seed: expert initialisation, draws from the memory, codes, order of the stream."""
+
+    # stream
+    dataset: str = "mnist"
+    """Name of the data set: `digits` ships with scikit-learn, others are read from --data-dir or torchvision."""
+    classes_per_task: int = 2
+    """Classes per experience of the split stream. The learner never sees where one ends."""
+    class_order: Literal["natural", "shuffled"] = "natural"
+    """Order in which the classes come: 0, 1, 2, … or shuffled by the seed."""
+    batch_size: int = 10
+    """b: images per batch of the stream."""
+
+    # runtime
+    cache: int | str = "auto"
+    """Byte budget of the knowledge cache: `auto` (half of the free memory), a number of bytes, or `off`."""
+    cache_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which the cache keeps the frozen experts' features."""
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", self.embed_dim)
+        object.__setattr__(self, "head_hidden", tuple(self.head_hidden))
+        object.__setattr__(self, "vae_hidden", tuple(self.vae_hidden))
+        at_least_one = (
+            "image_size channels patch_size num_classes embed_dim num_heads head_dim latent_dim memory_size "
+            "train_batch updates_per_batch classes_per_task batch_size"
+        )
+        for name in at_least_one.split():
+            _expect(_is_int(value := getattr(self, name)) and value >= 1, name, "a whole number of at least 1", value)
+        for name in ("head_hidden", "vae_hidden"):
+            sizes = getattr(self, name)
+            _expect(all(_is_int(s) and s >= 1 for s in sizes), name, "whole numbers of at least 1", sizes)
+        _expect(len(self.vae_hidden) == 2, "vae_hidden", "two sizes", self.vae_hidden)
+        _expect(_is_int(self.route_samples) and self.route_samples >= 0, "route_samples", "0 or more", self.route_samples)
+        _expect(_is_int(self.seed) and 0 <= self.seed < 2**31, "seed", "0 to 2^31 - 1", self.seed)
+        _expect(
+            self.image_size % self.patch_size == 0,
+            "patch_size",
+            f"a divisor of image_size {self.image_size}",
+            self.patch_size,
+        )
+        _expect(self.train_batch >= 2, "train_batch", "at least 2 (batch statistics)", self.train_batch)
+        _expect(self.batch_size <= self.memory_size, "batch_size", f"at most memory_size {self.memory_size}", self.batch_size)
+        _expect(self.beta >= 0, "beta", "0 or more", self.beta)
+        _expect(self.learning_rate > 0, "learning_rate", "more than 0", self.learning_rate)
+        _expect(self.gamma is None or self.gamma > 0, "gamma", "more than 0, or None", self.gamma)
+        limit = self.max_experts
+        _expect(limit is None or (_is_int(limit) and limit >= 1), "max_experts", "at least 1, or None", limit)
+        _choice(self, "gating", ("learned", "fixed", "none"))
+        _choice(self, "gate_per", ("expert", "head"))
+        _choice(self, "criterion", ("latent",))
+        _choice(self, "class_order", ("natural", "shuffled"))
+        _choice(self, "cache_dtype", ("fp32", "bf16"))
+        cache_ok = self.cache in ("auto", "off") or (_is_int(self.cache) and self.cache >= 0)
+        _expect(cache_ok, "cache", "'auto', 'off' or a number of bytes", self.cache)
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> LEViTConfig:
+        """The preset `name` (see `PRESETS`) with fields overridden; `ValueError` suggests the nearest name."""
+        if name not in PRESETS:
+            near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)
+            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}; got {name!r}. Did you mean {near[0]!r}?")
+        unknown = set(overrides) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            field = sorted(unknown)[0]
+            near = difflib.get_close_matches(field, [f.name for f in dataclasses.fields(cls)], n=1, cutoff=0.0)
+            raise ValueError(f"{field}: not a field of LEViTConfig. Did you mean {near[0]!r}?")
+        return cls(**(PRESETS[name] | overrides))
+
+    @property
+    def num_patches(self) -> int:
+        """N: patches (tokens) per image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def patch_dim(self) -> int:
+        """P²C: values per patch."""
+        return self.patch_size**2 * self.channels
+
+    @property
+    def feature_dim(self) -> int:
+        """E = H·d: width of an expert's multi-head self-attention output, per token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def expansion_threshold(self) -> float:
+        """γ of rule `latent`: the given one, or 0.94·√(2L), just under the distance of two unit Gaussians [D]."""
+        return self.gamma if self.gamma is not None else 0.94 * (2 * self.latent_dim) ** 0.5
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON and checkpoints; `LEViTConfig(**d)` gives the same configuration back."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()
+        }
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _expect(ok: bool, field: str, expected: str, got: object) -> None:
+    if not ok:
+        raise ValueError(f"{field}: expected {expected}, got {got!r}")
+
+
+def _choice(cfg: LEViTConfig, field: str, allowed: tuple[str, ...]) -> None:
+    _expect(getattr(cfg, field) in allowed, field, "one of " + ", ".join(allowed), getattr(cfg, field))
+
+
+_MNIST = dict(image_size=28, channels=1, patch_size=7, gamma=9.4, memory_size=2000)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "digits": dict(
+        dataset="digits",
+        image_size=8,
+        patch_size=2,
+        embed_dim=32,
+        num_heads=2,
+        head_hidden=(64,),
+        vae_hidden=(64, 64),
+        latent_dim=16,
+        memory_size=200,
+    ),
+    "split-mnist": _MNIST | dict(dataset="mnist"),
+    "split-fashion": _MNIST | dict(dataset="fashion"),
+}
+"""The presets of SPEC.md, by name: fields that differ from LEViTConfig's defaults."""

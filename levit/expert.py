@@ -1,0 +1,82 @@
+"""One expert's parameters: patch embedding, self-attention, classifier, gates and VAE. The equations use them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from levit.config import LEViTConfig
+from levit.vae import MLPVAE
+
+NEGATIVE_SLOPE = 0.2
+"""Slope of every LeakyReLU below zero [C]."""
+
+
+class Expert(nn.Module):
+    """The raw parameters of expert k; packed and folded weights are derived from these and never saved.
+
+    - `embed` E_k, e_k of equation 2 (rows of `embed.weight` are tokens' channels), `norm` its batch norm over tokens;
+    - `qkv` the maps of equation 3; outputs are ordered (query | key | value, head, channel);
+    - `head` the classifier of equations 5 and 9;
+    - `gates` the logits a of equation 7, [k + 1] or [k + 1, H]; only where gating is learned;
+    - `vae`.
+    """
+
+    def __init__(self, cfg: LEViTConfig, k: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(cfg.patch_dim, cfg.embed_dim)
+        self.norm = nn.BatchNorm1d(cfg.embed_dim)
+        self.qkv = nn.Linear(cfg.embed_dim, 3 * cfg.feature_dim)
+        self.head = Head(cfg.num_patches * cfg.feature_dim, cfg.head_hidden, cfg.num_classes)
+        if cfg.gating == "learned":
+            self.gates = nn.Parameter(torch.zeros(k + 1) if cfg.gate_per == "expert" else torch.zeros(k + 1, cfg.num_heads))
+        self.vae = MLPVAE(cfg)
+
+    @classmethod
+    def create(cls, cfg: LEViTConfig, k: int, like: Tensor | None = None) -> Expert:
+        """Expert k, freshly initialised from (cfg.seed, k); the global RNG is left as it was.
+
+        Args:
+            cfg: configuration.
+            k: 0-based number; decides the seed and how many gates there are.
+            like: a tensor whose dtype and device the expert takes.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(cfg.seed * 1_000_003 + k)
+            expert = cls(cfg, k)
+        return expert if like is None else expert.to(like.device, like.dtype)
+
+    def freeze(self) -> None:
+        """Frozen for good: no gradients, evaluation mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+
+class Head(nn.Module):
+    """The classifier: (Linear → batch norm → LeakyReLU) per hidden size, then Linear (equation 5)."""
+
+    def __init__(self, inputs: int, hidden: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        sizes = [inputs, *hidden]
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(b) for b in hidden)
+        self.out = nn.Linear(sizes[-1], classes)
+
+    def forward(self, fused: Tensor, batch_statistics: bool = False) -> Tensor:
+        """M̃ [B, N, E], flattened row-major → logits [B, classes]."""
+        x = fused.flatten(1)
+        for linear, norm in zip(self.hidden, self.norms, strict=True):
+            x = nn.functional.leaky_relu(batch_norm(norm, linear(x), batch_statistics), NEGATIVE_SLOPE)
+        return self.out(x)
+
+
+def batch_norm(norm: nn.BatchNorm1d, x: Tensor, batch_statistics: bool) -> Tensor:
+    """Batch norm of [rows, channels] whose mode is an argument, not `.training`.
+
+    With batch statistics the running ones are updated; without, nothing moves.
+    """
+    if batch_statistics:
+        norm.num_batches_tracked.add_(1)
+    return nn.functional.batch_norm(
+        x, norm.running_mean, norm.running_var, norm.weight, norm.bias, batch_statistics, norm.momentum, norm.eps
+    )

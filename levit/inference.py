@@ -1,0 +1,124 @@
+"""A trained run at work: its model, its accuracy, its answer to image files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from levit import metrics
+from levit.config import LEViTConfig
+from levit.methods import METHODS
+from levit.runs import RunDirectory, RunError
+from levit.streams import SplitStream
+
+
+def run_config(run: RunDirectory) -> LEViTConfig:
+    """The configuration of a run; `RunError` where this version knows a field no more."""
+    try:
+        return LEViTConfig(**run.read_config()["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{run / 'config.json'}: not a configuration of this version of levit ({error})") from error
+
+
+def load_model(run: RunDirectory, device: str = "cpu") -> nn.Module:
+    """The model of a run's latest checkpoint; `RunError` where there is none or it does not fit."""
+    cfg = run_config(run)
+    state = run.load_checkpoint(device)
+    if state is None:
+        raise RunError(f"{run.path}: no checkpoint yet; let the run go on for a while (levit train … --resume)")
+    model = METHODS[run.read_config()["options"]["method"]].model(cfg).to(device)
+    try:
+        model.load_state_dict(state["learner"]["model"])
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise RunError(f"{run / 'checkpoint.pt'}: does not fit the run's configuration ({error})") from error
+    return model
+
+
+def evaluate(model: nn.Module, stream: SplitStream, device: str = "cpu", by_task: bool = False) -> dict[str, Any]:
+    """Accuracies (0 to 1) over the whole test set and by experience, and how many images each expert was given.
+
+    `by_task` adds the protocol that tells the model which images belong together, under the key `by-task (leaks)`.
+    """
+    data, count = stream.data, len(stream.ends)
+    experience = stream.experience_of(data.test_labels)
+    predicted = metrics.predictions(model, data, device)
+    chosen = metrics.routes(model, data, device)
+    result = {
+        "accuracy": metrics.accuracy(predicted, data.test_labels),
+        "accuracy_by_experience": metrics.accuracy_by_experience(predicted, data.test_labels, experience, count),
+        "images_by_expert": np.bincount(chosen, minlength=model.num_experts).tolist(),
+    }
+    if by_task:
+        result["by-task (leaks)"] = metrics.by_task_accuracy(model, data, experience, count, device)
+    return result
+
+
+@torch.no_grad()
+def predict(model: nn.Module, images: Tensor) -> list[dict[str, Any]]:
+    """For each image [B, C, S, S]: label, expert chosen, and the label's softmax value (not calibrated)."""
+    answers = []
+    for part in images.split(metrics.EVALUATION_BATCH):
+        value, label = torch.softmax(model(part), dim=1).max(dim=1)
+        rows = zip(label.tolist(), model.route(part).tolist(), value.tolist(), strict=True)
+        answers += [{"label": a, "expert": b, "softmax": c} for a, b, c in rows]
+    return answers
+
+
+def read_images(path: str | Path, cfg: LEViTConfig) -> Tensor:
+    """Images of a file for a model of this configuration: [B, C, S, S] float32 in [0, 1].
+
+    An .npz holds one array, or one named `images` or `x_test`: [n, S, S], [n, S, S, C] or [n, C, S, S], uint8 (divided
+    by 255) or float in [0, 1]. Any other file is opened as a picture (needs Pillow) and must have the right size;
+    colours become grey where the model has one channel.
+
+    Raises:
+        ValueError: the file is missing, unreadable or of another size; it is named.
+    """
+    path = Path(path)
+    try:
+        array = _read_npz(path) if path.suffix == ".npz" else _read_picture(path, cfg.channels)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read as images ({error.strerror or error})") from error
+    shape = (cfg.channels, cfg.image_size, cfg.image_size)
+    if array.ndim == 3:
+        array = array[:, None]
+    elif array.ndim == 4 and array.shape[1:] != shape:
+        array = array.transpose(0, 3, 1, 2)
+    if array.shape[1:] != shape:
+        c, s = cfg.channels, cfg.image_size
+        raise ValueError(f"{path}: expected images of {s}x{s} pixels, {c} channel(s), got an array {list(array.shape)}")
+    if array.dtype == np.uint8:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(torch.float32) / 255
+    if not np.issubdtype(array.dtype, np.floating) or not (array.min() >= 0 and array.max() <= 1):
+        got = f"{array.dtype}, {array.min()} to {array.max()}"
+        raise ValueError(f"{path}: expected uint8, or floats in [0, 1]; got {got}")
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+
+
+def _read_npz(path: Path) -> np.ndarray:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            names = [name for name in ("images", "x_test") if name in file] or file.files
+            if len(names) != 1:
+                raise ValueError(f"expected one array, or one named images or x_test, got {', '.join(file.files)}")
+            array = file[names[0]]
+    except OSError:
+        raise
+    except Exception as error:  # numpy raises what the zip, zlib and pickle modules do
+        raise ValueError(f"{path}: {error}") from error
+    if not array.size:
+        raise ValueError(f"{path}: holds no image")
+    return array
+
+
+def _read_picture(path: Path, channels: int) -> np.ndarray:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError(f"{path}: pictures need Pillow (pip install pillow); .npz files do not") from error
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("L" if channels == 1 else "RGB"))[None]

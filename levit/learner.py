@@ -1,0 +1,161 @@
+"""Algorithm 1: online, task-free learning of a stream, one batch at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from levit.expansion import latent_rule
+from levit.memory import Memory
+from levit.reference import LEViT
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one `Learner.observe` did."""
+
+    expanded: bool
+    """Whether the active expert was frozen and a new one added."""
+    distances: Tensor | None
+    """D of equation 6, [K-1], where the rule was asked; else None."""
+    loss: float | None
+    """Mean training loss over this batch's updates; None: no update yet, the memory is too small."""
+
+
+class Learner:
+    """Drives a model, fused or reference, over a stream without task labels (Algorithm 1 [P]).
+
+    Args:
+        model: `levit.LEViT` or `levit.reference.LEViT`. Its active expert is trained with Adam.
+        updates_per_batch: Adam steps per observed batch; None takes the configuration's.
+    """
+
+    def __init__(self, model: LEViT, updates_per_batch: int | None = None) -> None:
+        cfg = model.cfg
+        if updates_per_batch is not None and (not isinstance(updates_per_batch, int) or updates_per_batch < 1):
+            raise ValueError(f"updates_per_batch: expected a whole number of at least 1, got {updates_per_batch!r}")
+        self.model = model
+        self.cfg = cfg
+        self.updates_per_batch = updates_per_batch or cfg.updates_per_batch
+        self.generator = torch.Generator().manual_seed(cfg.seed)
+        shape = (cfg.channels, cfg.image_size, cfg.image_size)
+        self.memory = Memory(cfg.memory_size, shape, like=model.active.embed.weight)
+        self._broken: str | None = None
+        self._start_expert()
+
+    def observe(self, images: Tensor, labels: Tensor) -> Event:
+        """Learn from one batch of the stream.
+
+        Args:
+            images: [b, C, S, S] in [0, 1] in the model's dtype, or uint8; 1 ≤ b ≤ memory_size.
+            labels: [b] int64 in 0..num_classes-1.
+
+        Raises:
+            ValueError, TypeError: bad input; the learner is as it was.
+            RuntimeError: an earlier call failed half-way (out of memory, an interrupt): load a state first.
+        """
+        if self._broken:
+            raise RuntimeError(f"learner: an earlier observe failed half-way ({self._broken}); load a saved state first")
+        images = self._check(images, labels)
+        try:
+            return self._observe(images, labels)
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on as if never stopped: model, optimizer, memory, RNG; plain types and tensors."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "memory": self.memory.state_dict(),
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, bit for bit; one that does not fit raises `ValueError` and changes nothing."""
+        missing = {"model", "optimizer", "memory", "generator"} - set(state)
+        if missing:
+            raise ValueError(f"state: {sorted(missing)[0]} is missing")
+        before = None if self._broken else copy.deepcopy(self.state_dict())
+        try:
+            self._load(state)
+        except BaseException as error:
+            if before is not None:
+                self._load(before)
+            if isinstance(error, (KeyError, TypeError, RuntimeError, AttributeError)):
+                raise ValueError(f"state: expected a state of this learner; {type(error).__name__}: {error}") from error
+            raise
+        self._broken = None
+
+    def _observe(self, images: Tensor, labels: Tensor) -> Event:
+        with torch.no_grad():
+            self.cache.fill(self.memory.add(images, labels))
+        loss = self._update() if len(self.memory) >= self.cfg.train_batch else None
+        expanded, distances = self._expand_or_drop(len(images))
+        return Event(expanded, distances, loss)
+
+    def _update(self) -> float:
+        """`updates_per_batch` Adam steps on minibatches drawn from the memory; the mean loss."""
+        losses = []
+        for _ in range(self.updates_per_batch):
+            rows = self.memory.sample(self.cfg.train_batch, self.generator)
+            images, labels = self.memory.images[rows], self.memory.labels[rows]
+            loss = self.model.training_loss(images, labels, self.cache.rows(rows), self.generator)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.detach())
+        mean = torch.stack(losses).mean().item()
+        if not abs(mean) < float("inf"):
+            raise RuntimeError(f"loss: expected a finite number, got {mean}; a lower learning_rate may help")
+        return mean
+
+    def _expand_or_drop(self, batch: int) -> tuple[bool, Tensor | None]:
+        """The last part of Algorithm 1, once the memory is full: grow, or make room for the next batch."""
+        limit = self.cfg.max_experts
+        if not self.memory.full or (limit is not None and self.model.num_experts >= limit):
+            return False, None
+        distances = None
+        if self.model.num_experts > 1:
+            with torch.no_grad():
+                distances = self.cache.expansion_distances(self.generator)
+            if not latent_rule(distances, self.cfg.expansion_threshold):
+                self.memory.drop_oldest(batch)
+                return False, distances
+        self.model.add_expert()
+        self.memory.clear()
+        self._start_expert()
+        return True, distances
+
+    def _start_expert(self) -> None:
+        """A new active expert gets a new optimizer, and the memory a cache of what the frozen ones say."""
+        self.optimizer = self.model.new_optimizer(self.cfg.learning_rate)
+        self.cache = self.model.new_cache(self.memory)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.memory.load_state_dict(state["memory"])
+        self._start_expert()
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        with torch.no_grad():
+            self.cache.refill()
+
+    def _check(self, images: Tensor, labels: Tensor) -> Tensor:
+        images = self.model.check_images(images)
+        self.model.check_labels(images, labels)
+        if not 1 <= len(images) <= self.memory.capacity:
+            raise ValueError(f"images: expected 1 to {self.memory.capacity} (memory_size) of them, got {len(images)}")
+        low, high = (bound.item() for bound in torch.aminmax(images))
+        if not (low >= 0 and high <= 1):
+            raise ValueError(f"images: expected finite values in [0, 1], got {low:g} to {high:g}; scale them first")
+        low, high = (bound.item() for bound in torch.aminmax(labels))
+        if low < 0 or high >= self.cfg.num_classes:
+            raise ValueError(f"labels: expected 0 to {self.cfg.num_classes - 1}, got {low} to {high}")
+        return images

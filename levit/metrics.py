@@ -1,0 +1,126 @@
+"""Accuracy over a stream, per sample; every definition in one place.
+
+R is the accuracy matrix, [T, T]: R[i, j] is the accuracy (0 to 1) on the test images of experience j after experience i
+of the stream, 0-based; NaN where no evaluation was made. A prediction is always made for one image alone, over all
+classes, and never knows the experience; the one exception is labelled `by-task (leaks)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from levit.streams import Dataset
+
+EVALUATION_BATCH = 256
+
+
+def predictions(model: nn.Module, data: Dataset, device: torch.device | str = "cpu") -> np.ndarray:
+    """The model's label of every test image, argmax over all classes: [n] int64."""
+    return _over_test_set(data, device, lambda images: model(images).argmax(dim=1))
+
+
+def routes(model: nn.Module, data: Dataset, device: torch.device | str = "cpu") -> np.ndarray:
+    """The expert that each test image is routed to: [n] int64."""
+    return _over_test_set(data, device, model.route)
+
+
+def accuracy(predicted: np.ndarray, labels: np.ndarray) -> float:
+    """Share of the images whose label was predicted: [n], [n] → 0 to 1. Over a whole test set: per-sample accuracy."""
+    return float((predicted == labels).mean())
+
+
+def accuracy_by_experience(
+    predicted: np.ndarray, labels: np.ndarray, experience: np.ndarray, count: int
+) -> list[float]:
+    """A row of R: the accuracy on each experience's test images; `experience` [n] says whose an image is."""
+    return [accuracy(predicted[experience == j], labels[experience == j]) for j in range(count)]
+
+
+def average_accuracy(matrix: np.ndarray) -> float:
+    """mean_j R[T-1, j]: every experience counts alike, however many test images it has."""
+    return float(np.asarray(matrix, dtype=float)[-1].mean())
+
+
+def anytime_accuracy(matrix: np.ndarray) -> float:
+    """mean_i A_i with A_i = mean_{j ≤ i} R[i, j], the accuracy on what was seen so far; over the evaluated i."""
+    matrix = np.asarray(matrix, dtype=float)
+    return float(np.mean([matrix[i, : i + 1].mean() for i in _evaluated(matrix)]))
+
+
+def forgetting(matrix: np.ndarray) -> list[float | None]:
+    """F_i = mean_{j < i} (max_{j ≤ l < i} R[l, j] − R[i, j]) after each experience from the second on.
+
+    What was lost of each experience seen before since its best moment; negative where it gained. Counted over the
+    evaluated rows; None where a row, or every earlier row of the experiences before it, is missing.
+
+    Returns:
+        [T-1], the last being the forgetting of the run.
+    """
+    matrix = np.asarray(matrix, dtype=float)
+    evaluated = _evaluated(matrix)
+    result: list[float | None] = []
+    for i in range(1, len(matrix)):
+        earlier = {j: [matrix[row, j] for row in evaluated if j <= row < i] for j in range(i)}
+        losses = [max(best) - matrix[i, j] for j, best in earlier.items() if best]
+        result.append(float(np.mean(losses)) if losses and i in evaluated else None)
+    return result
+
+
+def backward_transfer(matrix: np.ndarray) -> float | None:
+    """BWT = mean_{j < T-1} (R[T-1, j] − R[j, j]) over the j whose own end was evaluated; None where none was."""
+    matrix = np.asarray(matrix, dtype=float)
+    changes = [matrix[-1, j] - matrix[j, j] for j in _evaluated(matrix)[:-1]]
+    return float(np.mean(changes)) if changes else None
+
+
+def by_task_accuracy(
+    model: nn.Module, data: Dataset, experience: np.ndarray, count: int, device: torch.device | str = "cpu"
+) -> float:
+    """The protocol `by-task (leaks)`: one expert per experience's test set, argmin of its summed VAE loss.
+
+    It tells the model which images belong together, so it may only ever be shown under that label, to compare with
+    figures that were published that way.
+    """
+    correct = 0
+    for j in range(count):
+        rows = np.flatnonzero(experience == j)
+        part = _rows(data, rows)
+        loss = sum(batch.sum(0) for batch in _batches(part, device, model.elbo_loss))
+        expert = int(loss.argmin())
+        predicted = _over_test_set(part, device, lambda images, k=expert: model.forward_expert(images, k).argmax(dim=1))
+        correct += int((predicted == data.test_labels[rows]).sum())
+    return correct / len(data.test_labels)
+
+
+def summary(matrix: np.ndarray) -> dict[str, float | None]:
+    """The figures of a run that follow from its accuracy matrix."""
+    losses = forgetting(matrix)
+    return {
+        "average_accuracy": average_accuracy(matrix),
+        "anytime_accuracy": anytime_accuracy(matrix),
+        "forgetting": losses[-1] if losses else None,
+        "backward_transfer": backward_transfer(matrix),
+    }
+
+
+def _evaluated(matrix: np.ndarray) -> list[int]:
+    return [i for i, row in enumerate(matrix) if not np.isnan(row).any()]
+
+
+def _rows(data: Dataset, rows: np.ndarray) -> Dataset:
+    return dataclasses.replace(data, test_images=data.test_images[rows], test_labels=data.test_labels[rows])
+
+
+def _over_test_set(data: Dataset, device: torch.device | str, function: Callable[[Tensor], Tensor]) -> np.ndarray:
+    return torch.cat(list(_batches(data, device, function))).cpu().numpy()
+
+
+@torch.no_grad()
+def _batches(data: Dataset, device: torch.device | str, function: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    for first in range(0, len(data.test_images), EVALUATION_BATCH):
+        yield function(data.to_float(data.test_images[first : first + EVALUATION_BATCH]).to(device))

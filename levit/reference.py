@@ -1,0 +1,293 @@
+"""LEViT as SPEC.md writes it, equation by equation, in plain torch: the oracle of every test and the measure of speed.
+
+Nothing here is clever. Symbols and equation numbers are SPEC.md's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from levit.cache import NoiseCache
+from levit.config import LEViTConfig
+from levit.expert import NEGATIVE_SLOPE, Expert, batch_norm
+from levit.memory import Memory
+from levit.noise import fixed_noise, position_noise
+
+
+def patches(images: Tensor, patch_size: int) -> Tensor:
+    """Equation 1: images [B, C, S, S] → non-overlapping patches [B, N, P²C], row-major; a patch is flattened C, P, P."""
+    return F.unfold(images, patch_size, stride=patch_size).transpose(1, 2)
+
+
+def tokens(expert: Expert, patches: Tensor, batch_statistics: bool = False) -> Tensor:
+    """Equation 2: z = LeakyReLU(BN(patches·E + e)), [B, N, P²C] → [B, N, Q]; BN takes every token as a sample."""
+    embedded = expert.embed(patches)
+    return F.leaky_relu(batch_norm(expert.norm, embedded.flatten(0, 1), batch_statistics), NEGATIVE_SLOPE).view_as(embedded)
+
+
+def attention_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Equation 3: softmax(q kᵀ/√d) v, within each image; [B, N, d] each → [B, N, d]."""
+    return torch.softmax(q @ k.transpose(1, 2) / math.sqrt(q.shape[-1]), dim=-1) @ v
+
+
+def self_attention(expert: Expert, z: Tensor, num_heads: int) -> Tensor:
+    """Equation 4: MHSA(z) = concat over heads of equation 3, [B, N, Q] → [B, N, H·d]."""
+    q, k, v = expert.qkv(z).chunk(3, dim=-1)
+    heads = zip(q.chunk(num_heads, -1), k.chunk(num_heads, -1), v.chunk(num_heads, -1), strict=True)
+    return torch.cat([attention_head(*head) for head in heads], dim=-1)
+
+
+def fuse(features: Tensor, gates: Tensor) -> Tensor:
+    """Equation 8: Σ_j g_j · MHSA_j, features [B, K, N, E] and gates [K] or [K, H] → [B, N, E]."""
+    batch, experts, count, width = features.shape
+    per_head = features.view(batch, experts, count, gates[0].numel(), -1)
+    return (per_head * gates.view(experts, 1, -1, 1)).sum(1).view(batch, count, width)
+
+
+class LEViT(nn.Module):
+    """Lifelong Expansible Vision Transformer: K experts, the last active, the others frozen.
+
+    Every method but `training_loss` evaluates (running batch-norm statistics, mean codes or fixed noise) whatever
+    `.training` says, so no prediction depends on the batch it is made in.
+
+    Args:
+        cfg: configuration; `cfg.seed` initialises the experts.
+
+    Bad images raise `ValueError` (shape, device) or `TypeError` (dtype) naming what was expected and what came.
+    """
+
+    def __init__(self, cfg: LEViTConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.experts = nn.ModuleList([Expert.create(cfg, 0)])
+
+    @property
+    def num_experts(self) -> int:
+        """K, the active expert included."""
+        return len(self.experts)
+
+    @property
+    def active(self) -> Expert:
+        """The expert in training."""
+        return self.experts[-1]
+
+    def add_expert(self) -> None:
+        """Freeze the active expert for good and append a fresh one, which becomes the active one."""
+        self.active.freeze()
+        self.experts.append(Expert.create(self.cfg, self.num_experts, like=self.active.embed.weight))
+
+    def gates(self, k: int) -> Tensor:
+        """Equation 7: g of expert k over experts 0..k, [k + 1] or [k + 1, H]; constant 1/K where gating is fixed."""
+        expert = self.experts[k]
+        if self.cfg.gating == "learned":
+            return torch.softmax(expert.gates, dim=0)
+        own = expert.embed.weight
+        if self.cfg.gating == "fixed":
+            return own.new_full((k + 1,), 1 / (k + 1))
+        return F.one_hot(torch.tensor(k, device=own.device), k + 1).to(own.dtype)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Every expert's MHSA_k(z_k), each with its own patch embedding: [B, C, S, S] → [B, K, N, E]."""
+        parts = patches(self.check_images(images), self.cfg.patch_size)
+        return torch.stack([self._expert_features(k, parts) for k in range(self.num_experts)], dim=1)
+
+    def forward_expert(self, images: Tensor, k: int) -> Tensor:
+        """Equations 1-9 for expert k (0-based): [B, C, S, S] → logits [B, num_classes]."""
+        self.check_expert(k)
+        parts = patches(self.check_images(images), self.cfg.patch_size)
+        features = torch.stack([self._expert_features(j, parts) for j in range(k + 1)], dim=1)
+        return self.experts[k].head(fuse(features, self.gates(k)))
+
+    def elbo_loss(self, images: Tensor) -> Tensor:
+        """VAE loss of every image under every expert, [B, C, S, S] → [B, K].
+
+        At the mean code, or averaged over `cfg.route_samples` codes with fixed seeded ε [D].
+        """
+        images = self.check_images(images)
+        noise = self._route_noise()
+        noise = None if noise is None else noise[:, None]
+        return torch.stack([expert.vae.loss(images, noise) for expert in self.experts], dim=1)
+
+    def route(self, images: Tensor) -> Tensor:
+        """k*(x) = argmin_k VAE loss_k(x), per sample: [B, C, S, S] → [B] int64."""
+        return self.elbo_loss(images).argmin(dim=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Equation 9, routed per sample: expert k*(x) with its own gates; [B, C, S, S] → logits [B, num_classes]."""
+        images = self.check_images(images)
+        routes = self.route(images)
+        features = self.features(images)
+        logits = features.new_empty(len(images), self.cfg.num_classes)
+        for k in range(self.num_experts):
+            rows = (routes == k).nonzero().squeeze(1)
+            if len(rows):
+                logits[rows] = self.experts[k].head(fuse(features[rows, : k + 1], self.gates(k)))
+        return logits
+
+    def expansion_distances(
+        self, images: Tensor, generator: torch.Generator | None = None, noise: Tensor | None = None
+    ) -> Tensor:
+        """Equation 6: D_j = mean over images of ‖z_j(x) − z_active(x)‖₂ of sampled codes, for each frozen j.
+
+        Args:
+            images: [M, C, S, S], the memory.
+            generator: draws the active VAE's ε.
+            noise: ε of the frozen VAEs, [K-1, M, L]; None takes the images as positions 0..M-1 of the stream.
+
+        Returns:
+            [K-1].
+        """
+        images = self.check_images(images)
+        if noise is None:
+            noise = self.frozen_noise(torch.arange(len(images), device=images.device))
+        query = self._active_codes(images, generator)
+        distances = []
+        for expert, epsilon in zip(self.experts[:-1], noise, strict=True):
+            mu, log_sigma = expert.vae.encode(images)
+            distances.append((mu + log_sigma.exp() * epsilon - query).norm(dim=1).mean())
+        return torch.stack(distances) if distances else query.new_empty(0)
+
+    def training_loss(
+        self, images: Tensor, labels: Tensor, cache: Any = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Cross-entropy + VAE loss of the active expert, batch statistics and sampled codes: a scalar.
+
+        Gradients reach the active expert, its gates and its head only. Running batch-norm statistics move.
+
+        Args:
+            images: [B, C, S, S], B ≥ 2.
+            labels: [B] int64.
+            cache: stored features of the frozen experts (`levit.LEViT`); the reference recomputes and ignores it.
+            generator: draws the VAE's ε.
+        """
+        images = self.check_training_batch(images, labels)
+        parts = patches(images, self.cfg.patch_size)
+        own = self_attention(self.active, tokens(self.active, parts, batch_statistics=True), self.cfg.num_heads)
+        with torch.no_grad():
+            frozen = [self._expert_features(j, parts) for j in range(self.num_experts - 1)]
+        fused = fuse(torch.stack([*frozen, own], dim=1), self.gates(self.num_experts - 1))
+        logits = self.active.head(fused, batch_statistics=True)
+        return F.cross_entropy(logits, labels) + self._vae_training_loss(images, generator)
+
+    def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        """Adam [P] over the active expert's parameters, its gates and its head."""
+        return torch.optim.Adam(self.active.parameters(), lr=learning_rate)
+
+    def new_cache(self, memory: Memory) -> NoiseCache:
+        """What the memory keeps beside each image for the present frozen experts."""
+        return NoiseCache(self, memory)
+
+    def frozen_noise(self, positions: Tensor) -> Tensor:
+        """ε of every frozen VAE's code for images at these positions of the stream: [M] int64 → [K-1, M, L]."""
+        frozen = torch.arange(self.num_experts - 1, device=positions.device)
+        return position_noise(self.cfg.seed, frozen, positions, self.cfg.latent_dim, self.active.embed.weight.dtype)
+
+    def check_images(self, images: Tensor) -> Tensor:
+        """The images in the model's dtype ([0, 255] uint8 becomes [0, 1]), or `TypeError`/`ValueError`."""
+        weight = self.active.embed.weight
+        if not isinstance(images, Tensor):
+            raise TypeError(f"images: expected a tensor, got {type(images).__name__}")
+        shape = (self.cfg.channels, self.cfg.image_size, self.cfg.image_size)
+        if images.dim() != 4 or images.shape[1:] != shape:
+            raise ValueError(f"images: expected [B, {', '.join(map(str, shape))}], got {list(images.shape)}")
+        if images.device != weight.device:
+            raise ValueError(f"images: expected on {weight.device}, as the model, got {images.device}")
+        if images.dtype == torch.uint8:
+            return images.to(weight.dtype) / 255
+        if images.dtype != weight.dtype:
+            raise TypeError(f"images: expected {weight.dtype} or torch.uint8, got {images.dtype}")
+        return images
+
+    def check_labels(self, images: Tensor, labels: Tensor) -> None:
+        """`TypeError` or `ValueError` unless labels are [B] int64 on the images' device (values: `Learner`)."""
+        if not isinstance(labels, Tensor):
+            raise TypeError(f"labels: expected a tensor, got {type(labels).__name__}")
+        if labels.dtype != torch.int64:
+            raise TypeError(f"labels: expected torch.int64, got {labels.dtype}")
+        if labels.shape != images.shape[:1]:
+            raise ValueError(f"labels: expected [{len(images)}], one per image, got {list(labels.shape)}")
+        if labels.device != images.device:
+            raise ValueError(f"labels: expected on {images.device}, as the images, got {labels.device}")
+
+    def check_training_batch(self, images: Tensor, labels: Tensor) -> Tensor:
+        """`check_images` and `check_labels`, and at least two images."""
+        images = self.check_images(images)
+        self.check_labels(images, labels)
+        if len(images) < 2:
+            raise ValueError(f"images: expected at least 2 (batch statistics), got {len(images)}")
+        return images
+
+    def check_expert(self, k: int) -> None:
+        """`ValueError` unless k is an expert's number."""
+        if not 0 <= k < self.num_experts:
+            raise ValueError(f"k: expected an expert from 0 to {self.num_experts - 1}, got {k}")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state with any number of experts: the model grows or shrinks to the saved K.
+
+        A state of another configuration raises `ValueError` naming the first key that differs; nothing changes then.
+        """
+        numbers = {int(m[1]) for key in state_dict if (m := re.match(r"experts\.(\d+)\.", key))}
+        if not numbers or numbers != set(range(len(numbers))):
+            raise ValueError(f"state_dict: expected keys of experts 0, 1, …, got experts {sorted(numbers)}")
+        kept = min(len(numbers), self.num_experts)
+        like = self.active.embed.weight
+        experts = nn.ModuleList([Expert.create(self.cfg, k, like) for k in range(kept, len(numbers))])
+        experts = nn.ModuleList([*self.experts[:kept], *experts])
+        self._check_state({f"experts.{key}": value for key, value in experts.state_dict().items()}, state_dict, strict)
+        self.experts = experts
+        for expert in experts[:-1]:
+            expert.freeze()
+        self.active.requires_grad_(True)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def __accelerate__(self) -> None:
+        """Become `levit.LEViT` in place (`levit_kernels.accelerate`); parameters keep their identity."""
+        from levit.model import LEViT as Fused
+
+        Fused.adopt(self)
+
+    @staticmethod
+    def _check_state(own: Mapping[str, Tensor], given: Mapping[str, Any], strict: bool) -> None:
+        for key, value in own.items():
+            if key not in given:
+                if strict:
+                    raise ValueError(f"state_dict: {key} is missing")
+            elif given[key].shape != value.shape:
+                raise ValueError(f"state_dict: {key}: expected {list(value.shape)}, got {list(given[key].shape)}")
+        extra = sorted(set(given) - set(own))
+        if extra and strict:
+            raise ValueError(f"state_dict: {extra[0]} is not a key of this model")
+
+    def _expert_features(self, k: int, parts: Tensor) -> Tensor:
+        """Equations 2-4 of expert k in evaluation: patches [B, N, P²C] → [B, N, E]."""
+        return self_attention(self.experts[k], tokens(self.experts[k], parts), self.cfg.num_heads)
+
+    def _active_codes(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
+        """A fresh sample of the active VAE's codes, [M, C, S, S] → [M, L]."""
+        mu, log_sigma = self.active.vae.encode(images)
+        return mu + log_sigma.exp() * _normal(mu.shape, mu, generator)
+
+    def _vae_training_loss(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
+        noise = _normal((len(images), self.cfg.latent_dim), images, generator)
+        return self.active.vae.loss(images, noise).mean()
+
+    def _route_noise(self) -> Tensor | None:
+        """The fixed ε [S, L] of sampled routing; None where the mean code is taken."""
+        if not self.cfg.route_samples:
+            return None
+        like = self.active.embed.weight
+        return fixed_noise(self.cfg.seed, self.cfg.route_samples, self.cfg.latent_dim, like.dtype, like.device)
+
+
+def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers; a CPU generator serves every device, so that runs agree across devices."""
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=device, dtype=like.dtype).to(like.device)

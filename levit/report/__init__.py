@@ -1,0 +1,1 @@
+"""What a person looks at: progress, tables, plots and a page of a run."""

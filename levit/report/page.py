@@ -1,0 +1,78 @@
+"""report.html: a run on one page that can be mailed, pictures included."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from levit.report.tables import COLUMNS
+from levit.runs import RunDirectory, write_atomically
+
+CAPTIONS = {
+    "accuracy.png": "Accuracy and experts over the stream; below, the expansion rule's statistic and its threshold.",
+    "matrix.png": "Accuracy on each experience's test images (columns) after each experience (rows).",
+    "gates.png": "Gates: how much each expert's classifier (row) takes of each expert's features (column).",
+    "samples.png": "Images drawn from each expert's autoencoder, one row per expert.",
+}
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
+figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; } figcaption { color: #555; }
+code { font-size: .9rem; overflow-wrap: anywhere; }
+"""
+
+
+def write_page(run: RunDirectory, plots: Sequence[Path]) -> Path:
+    """Write a finished run's report.html, with these plots inside; returns its path."""
+    config, results = run.read_config(), run.read_results()
+    title = f"{config['preset']} {config['options']['method']} seed {config['config']['seed']}"
+    figures = [_heading("Plots"), *map(_figure, plots)] if plots else []
+    text = "\n".join(
+        [
+            f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
+            f"<h1>{escape(title)}</h1>",
+            "<p>One pass over the stream, no task labels; accuracy per sample over all classes.</p>",
+            _rows({name: show(results[key]) for key, (name, show) in COLUMNS.items() if results.get(key) is not None}),
+            *figures,
+            _heading("How to get this again"),
+            _rows(
+                {
+                    "command": config["command"],
+                    "commit": results["commit"] or "not a checkout",
+                    "data": f"{config['data']['name']}, sha256 {config['data']['sha256']}",
+                    "order of classes": " ".join(map(str, config["stream"]["class_order"])),
+                    "images": f"{results['images']}",
+                    **config["versions"],
+                }
+            ),
+            _heading("Configuration"),
+            _rows(config["config"] | config["options"]),
+            "</html>\n",
+        ]
+    )
+    path = run / "report.html"
+    write_atomically(path, lambda file: file.write(text.encode()))
+    return path
+
+
+def _heading(text: str) -> str:
+    return f"<h2>{escape(text)}</h2>"
+
+
+def _rows(content: Mapping[str, Any]) -> str:
+    rows = (f"<tr><th>{escape(key)}<td><code>{escape(str(value))}</code>" for key, value in content.items())
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _figure(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    caption = escape(CAPTIONS.get(path.name, path.stem))
+    return (
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
+    )

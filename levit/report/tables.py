@@ -1,0 +1,81 @@
+"""The result table of one or more runs: one row per configuration, mean ± standard deviation over its seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from levit.config import PRESETS, LEViTConfig
+
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "final_accuracy": ("accuracy %", lambda v: f"{100 * v:.2f}"),
+    "average_accuracy": ("average %", lambda v: f"{100 * v:.2f}"),
+    "anytime_accuracy": ("anytime %", lambda v: f"{100 * v:.2f}"),
+    "forgetting": ("forgetting", lambda v: f"{100 * v:.2f}"),
+    "backward_transfer": ("BWT", lambda v: f"{100 * v:+.2f}"),
+    "num_experts": ("experts", lambda v: f"{v:g}" if v == int(v) else f"{v:.1f}"),
+    "updates_per_sample": ("updates/image", lambda v: f"{v:.2f}"),
+    "parameters": ("parameters", lambda v: f"{v / 1e6:.2f} M"),
+    "seconds_per_thousand_images": ("s/1000 images", lambda v: f"{v:.1f}"),
+    "peak_memory_mib": ("MiB", lambda v: f"{v:.0f}"),
+}
+"""Fields of results.json that the table shows: heading and format. Definitions: `levit.metrics`."""
+
+
+def result_table(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Table:
+    """A table of runs, each given as (config.json, results.json); those that differ in the seed alone share a row."""
+    groups: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
+    for config, results in runs:
+        groups.setdefault(_label(config), []).append((config, results))
+    table = Table(title="Per-sample accuracy over all classes, one pass, no task labels", title_justify="left")
+    table.add_column("run", overflow="fold")
+    table.add_column("seeds", justify="right")
+    for heading, _ in COLUMNS.values():
+        table.add_column(heading, justify="right")
+    for label, members in groups.items():
+        seeds = sorted(config["config"]["seed"] for config, _ in members)
+        cells = [_cell([results.get(name) for _, results in members], show) for name, (_, show) in COLUMNS.items()]
+        table.add_row(label, ",".join(map(str, seeds)), *cells)
+    return table
+
+
+def matrix_table(results: Mapping[str, Any]) -> Table:
+    """The accuracy matrix in percent: rows after each experience, columns the experiences' test images."""
+    matrix = results["accuracy_matrix"]
+    table = Table(title="Accuracy % on each experience's test images", title_justify="left")
+    table.add_column("after")
+    for j in range(len(matrix)):
+        table.add_column(str(j + 1), justify="right")
+    for i, row in enumerate(matrix):
+        if row is not None:
+            table.add_row(str(i + 1), *(f"{100 * value:.1f}" for value in row))
+    return table
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and standard deviation of the sample (n - 1 in the denominator; 0 for one value)."""
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return mean, 0.0
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _label(config: Mapping[str, Any]) -> str:
+    """Preset, method, and every choice that differs from the preset's, but for the seed."""
+    preset = config["preset"]
+    usual = LEViTConfig.preset(preset).to_dict() if preset in PRESETS else {}
+    changes = {key: value for key, value in config["config"].items() if key != "seed" and usual.get(key) != value}
+    if config["options"]["limit"] is not None:
+        changes["limit"] = config["options"]["limit"]
+    return " ".join([preset, config["options"]["method"], *(f"{key}={value}" for key, value in changes.items())])
+
+
+def _cell(values: Sequence[float | None], show: Callable[[float], str]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean, deviation = mean_and_deviation(known)
+    return show(mean) if len(known) == 1 else f"{show(mean)} ± {show(deviation).lstrip('+')}"

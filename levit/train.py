@@ -1,0 +1,295 @@
+"""One run: a method over a stream, evaluated, logged, checkpointed; resumable at any batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from levit import metrics
+from levit.config import LEViTConfig
+from levit.learner import Event
+from levit.methods import METHODS, StreamLearner
+from levit.progress import Progress
+from levit.runs import MetricsLog, RunDirectory, RunError, environment
+from levit.streams import SplitStream, load_dataset
+
+
+class Interrupted(Exception):
+    """The run was asked to stop (SIGINT, SIGTERM) and has saved its checkpoint."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What shapes a run beside its `LEViTConfig`. A resumed run must have the same."""
+
+    method: Literal["levit", "reference", "finetune"] = "levit"
+    """LEViT, the same in plain torch, or the floor: one expert trained on the arriving images alone."""
+    limit: int | None = None
+    """Images of the stream, of each experience in proportion; None means all."""
+    eval_every: int = 1
+    """Evaluate at the end of every n-th experience; always after the last."""
+    log_every: int | None = None
+    """Images between rows of metrics.csv, None a hundredth of the stream; expansions and evaluations get their own."""
+    checkpoint_every: int = 10000
+    """Images between checkpoints."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        for name in ("eval_every", "log_every", "checkpoint_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+class Display(Protocol):
+    """Who watches a run: see `levit.report.progress`."""
+
+    def batch(self, progress: Progress, event: Event, experts: int) -> None: ...
+
+    def evaluated(self, progress: Progress, experience: int, experts: int) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+def build_stream(
+    cfg: LEViTConfig, options: RunOptions, data_dir: str | None = None, download: bool = False
+) -> SplitStream:
+    """The stream of a run; `ValueError` where the method could do nothing with it."""
+    stream = SplitStream.from_config(cfg, load_dataset(cfg.dataset, data_dir, download), options.limit)
+    can_grow = METHODS[options.method].uses_memory and cfg.max_experts != 1
+    if can_grow and len(stream) < cfg.memory_size:
+        raise ValueError(
+            f"memory_size: the stream has {len(stream)} images, the memory holds {cfg.memory_size} and would never "
+            f"be full, so no expert would ever be added; pass --memory-size {max(1, len(stream) // 5)} or less"
+        )
+    return stream
+
+
+def train(
+    run: RunDirectory,
+    cfg: LEViTConfig,
+    options: RunOptions,
+    stream: SplitStream,
+    display: Display,
+    *,
+    preset: str,
+    device: str = "cpu",
+    command: str = "",
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Run a method over a stream once, into a run directory; returns what results.json holds.
+
+    Args:
+        run: a new directory, or with `resume` one whose run goes on from its checkpoint, as if never stopped.
+        preset, command: for the record.
+
+    Raises:
+        RunError: the directory cannot be used, or a file could not be written; earlier files are as they were.
+        Interrupted: SIGINT or SIGTERM came; a checkpoint was saved.
+    """
+    with run.lock():
+        if run.finished and resume:
+            return run.read_results()
+        if run.exists and not resume:
+            what = "a finished run" if run.finished else "an unfinished run (--resume goes on with it)"
+            raise RunError(f"{run.path}: holds {what}; choose another --out")
+        config = _description(cfg, options, stream, preset, command)
+        if run.exists:
+            _check_same(run, config)
+        torch.manual_seed(cfg.seed)
+        model, learner = METHODS[options.method].build(cfg, device)
+        training = _Training(run, options, config, stream, model, learner, device)
+        if run.exists:
+            training.restore()
+        else:
+            run.write_config(config)
+        training.go(display)
+        results = training.results()
+        run.write_results(results)
+        return results
+
+
+@dataclass
+class _Training:
+    """A method on its way through a stream."""
+
+    run: RunDirectory
+    options: RunOptions
+    config: dict[str, Any]
+    """What config.json holds."""
+    stream: SplitStream
+    model: nn.Module
+    learner: StreamLearner
+    device: str
+    progress: Progress = field(default_factory=Progress)
+
+    def go(self, display: Display) -> None:
+        """From where the progress stands to the end of the stream."""
+        stream, model, progress = self.stream, self.model, self.progress
+        threshold = model.cfg.expansion_threshold
+        log_every = self.options.log_every or max(1, len(stream) // 100)
+        saved = progress.position
+        with _stop_requests(display) as stop_requested, contextlib.closing(MetricsLog(self.run, saved)) as log:
+            clock = time.perf_counter()
+            for images, labels in stream.batches(start=saved):
+                event = self.learner.observe(images.to(self.device), labels.to(self.device))
+                progress.seconds += time.perf_counter() - clock
+                progress.count(event, len(labels), self.learner.updates_per_batch)
+                display.batch(progress, event, model.num_experts)
+
+                experience = self.evaluate_if_due()
+                if experience is not None:
+                    display.evaluated(progress, experience, model.num_experts)
+                last = progress.position == len(stream)
+                if last or event.expanded or experience is not None or progress.crossed(log_every, len(labels)):
+                    log.append(progress.row(model.num_experts, threshold, experience is not None))
+                if last or stop_requested() or progress.position - saved >= self.options.checkpoint_every:
+                    self.save()
+                    saved = progress.position
+                if stop_requested() and not last:
+                    where = f"image {progress.position} of {len(stream)}"
+                    raise Interrupted(f"{self.run.path}: stopped and saved at {where}; --resume goes on from there")
+                clock = time.perf_counter()
+
+    def evaluate_if_due(self) -> int | None:
+        """Add the matrix rows of the experiences that end at or before this position; the last one evaluated."""
+        progress, ends = self.progress, self.stream.ends
+        evaluated = None
+        while len(progress.matrix) < len(ends) and ends[len(progress.matrix)] <= progress.position:
+            experience = len(progress.matrix)
+            if (experience + 1) % self.options.eval_every and experience + 1 < len(ends):
+                progress.matrix.append(None)
+                continue
+            start = time.perf_counter()
+            labels = self.stream.data.test_labels
+            predicted = metrics.predictions(self.model, self.stream.data, self.device)
+            progress.accuracy = metrics.accuracy(predicted, labels)
+            groups = self.stream.experience_of(labels)
+            progress.matrix.append(metrics.accuracy_by_experience(predicted, labels, groups, len(ends)))
+            progress.evaluation_seconds += time.perf_counter() - start
+            evaluated = experience
+        return evaluated
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        state = {"progress": dataclasses.asdict(self.progress), "learner": self.learner.state_dict()}
+        self.run.save_checkpoint(self._identity() | state)
+
+    def restore(self) -> None:
+        """Load the checkpoint, where there is one; `RunError` where it is another run's."""
+        state = self.run.load_checkpoint(self.device)
+        if state is None:
+            return
+        path = self.run / "checkpoint.pt"
+        for part, value in self._identity().items():
+            if state.get(part) != value:
+                raise RunError(f"{path}: {part} differs from config.json, it is another run's; nothing was changed")
+        try:
+            self.learner.load_state_dict(state["learner"])
+            self.progress = Progress(**state["progress"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise RunError(f"{path}: does not fit this model ({error}); nothing was changed") from error
+
+    def results(self) -> dict[str, Any]:
+        """What results.json holds; accuracies from 0 to 1."""
+        progress, images = self.progress, len(self.stream)
+        matrix = [row or [float("nan")] * len(self.stream.ends) for row in progress.matrix]
+        return {
+            "preset": self.config["preset"],
+            "method": self.options.method,
+            "seed": self.config["config"]["seed"],
+            "commit": self.config["commit"],
+            "final_accuracy": progress.accuracy,
+            **metrics.summary(matrix),
+            "accuracy_matrix": progress.matrix,
+            "num_experts": self.model.num_experts,
+            "expansions": progress.expansions,
+            "images": images,
+            "limit": self.options.limit,
+            "updates_per_sample": progress.updates / images,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "seconds": progress.seconds,
+            "evaluation_seconds": progress.evaluation_seconds,
+            "seconds_per_thousand_images": 1000 * progress.seconds / images,
+            "peak_memory_mib": _peak_memory(),
+            "device": self.device,
+            "threads": torch.get_num_threads(),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that loads it."""
+        return {
+            "config": self.config["config"],
+            "options": self.config["options"],
+            "stream": self.config["stream"]["sha256"],
+        }
+
+
+def _description(
+    cfg: LEViTConfig, options: RunOptions, stream: SplitStream, preset: str, command: str
+) -> dict[str, Any]:
+    """What config.json holds."""
+    return {
+        "preset": preset,
+        "command": command,
+        "config": cfg.to_dict(),
+        "options": dataclasses.asdict(options),
+        "data": {"name": stream.data.name, "source": stream.data.source, "sha256": stream.data.sha256},
+        "stream": {
+            "images": len(stream),
+            "class_order": stream.class_order,
+            "ends": stream.ends,
+            "sha256": stream.checksum(),
+        },
+        **environment(),
+    }
+
+
+def _check_same(run: RunDirectory, config: dict[str, Any]) -> None:
+    """`RunError` naming the first difference to the run in the directory."""
+    before = run.read_config()
+    for part in ("config", "options", "data", "stream"):
+        for key, now in config[part].items():
+            was = before.get(part, {}).get(key)
+            # Where a file lies may change; what is in it may not.
+            if was != now and (part, key) != ("data", "source"):
+                raise RunError(f"{run.path}: {part}.{key} was {was!r} in this run, now {now!r}; choose another --out")
+
+
+def _peak_memory() -> float:
+    """The process's largest resident size so far, MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+@contextlib.contextmanager
+def _stop_requests(display: Display) -> Iterator[Any]:
+    """Turn the first SIGINT or SIGTERM into a flag that the loop reads between batches; a second one stops at once."""
+    requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield requested.is_set
+        return
+
+    def handle(number: int, frame: object) -> None:
+        if requested.is_set():
+            raise KeyboardInterrupt
+        requested.set()
+        display.say("Stopping after this batch; a second Ctrl-C stops at once and falls back to the last checkpoint.")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requested.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
