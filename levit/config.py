@@ -95,7 +95,9 @@ class LEViTConfig:
             sizes = getattr(self, name)
             _expect(all(_is_int(s) and s >= 1 for s in sizes), name, "whole numbers of at least 1", sizes)
         _expect(len(self.vae_hidden) == 2, "vae_hidden", "two sizes", self.vae_hidden)
-        _expect(_is_int(self.route_samples) and self.route_samples >= 0, "route_samples", "0 or more", self.route_samples)
+        _expect(
+            _is_int(self.route_samples) and self.route_samples >= 0, "route_samples", "0 or more", self.route_samples
+        )
         _expect(_is_int(self.seed) and 0 <= self.seed < 2**31, "seed", "0 to 2^31 - 1", self.seed)
         _expect(
             self.image_size % self.patch_size == 0,
@@ -104,7 +106,12 @@ class LEViTConfig:
             self.patch_size,
         )
         _expect(self.train_batch >= 2, "train_batch", "at least 2 (batch statistics)", self.train_batch)
-        _expect(self.batch_size <= self.memory_size, "batch_size", f"at most memory_size {self.memory_size}", self.batch_size)
+        _expect(
+            self.batch_size <= self.memory_size,
+            "batch_size",
+            f"at most memory_size {self.memory_size}",
+            self.batch_size,
+        )
         _expect(self.beta >= 0, "beta", "0 or more", self.beta)
         _expect(self.learning_rate > 0, "learning_rate", "more than 0", self.learning_rate)
         _expect(self.gamma is None or self.gamma > 0, "gamma", "more than 0, or None", self.gamma)

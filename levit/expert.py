@@ -29,7 +29,9 @@ class Expert(nn.Module):
         self.qkv = nn.Linear(cfg.embed_dim, 3 * cfg.feature_dim)
         self.head = Head(cfg.num_patches * cfg.feature_dim, cfg.head_hidden, cfg.num_classes)
         if cfg.gating == "learned":
-            self.gates = nn.Parameter(torch.zeros(k + 1) if cfg.gate_per == "expert" else torch.zeros(k + 1, cfg.num_heads))
+            self.gates = nn.Parameter(
+                torch.zeros(k + 1) if cfg.gate_per == "expert" else torch.zeros(k + 1, cfg.num_heads)
+            )
         self.vae = MLPVAE(cfg)
 
     @classmethod
@@ -66,17 +68,19 @@ class Head(nn.Module):
         """M̃ [B, N, E], flattened row-major → logits [B, classes]."""
         x = fused.flatten(1)
         for linear, norm in zip(self.hidden, self.norms, strict=True):
-            x = nn.functional.leaky_relu(batch_norm(norm, linear(x), batch_statistics), NEGATIVE_SLOPE)
+            x = nn.functional.leaky_relu(linear_norm(linear, norm, x, batch_statistics), NEGATIVE_SLOPE)
         return self.out(x)
 
 
-def batch_norm(norm: nn.BatchNorm1d, x: Tensor, batch_statistics: bool) -> Tensor:
-    """Batch norm of [rows, channels] whose mode is an argument, not `.training`.
+def linear_norm(linear: nn.Linear, norm: nn.BatchNorm1d, x: Tensor, batch_statistics: bool) -> Tensor:
+    """BN(x·W + b) over rows, [rows, in] → [rows, out]; the mode is an argument, not `.training`.
 
-    With batch statistics the running ones are updated; without, nothing moves.
+    With batch statistics the running ones move, and b gets no gradient: the batch mean takes b out again, so its exact
+    gradient is zero, and Adam would scale the rounding errors in its place up to full steps.
     """
     if batch_statistics:
         norm.num_batches_tracked.add_(1)
+    embedded = nn.functional.linear(x, linear.weight, linear.bias.detach() if batch_statistics else linear.bias)
     return nn.functional.batch_norm(
-        x, norm.running_mean, norm.running_var, norm.weight, norm.bias, batch_statistics, norm.momentum, norm.eps
+        embedded, norm.running_mean, norm.running_var, norm.weight, norm.bias, batch_statistics, norm.momentum, norm.eps
     )

@@ -92,11 +92,11 @@ def read_images(path: str | Path, cfg: LEViTConfig) -> Tensor:
         c, s = cfg.channels, cfg.image_size
         raise ValueError(f"{path}: expected images of {s}x{s} pixels, {c} channel(s), got an array {list(array.shape)}")
     if array.dtype == np.uint8:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(torch.float32) / 255
+        return torch.tensor(array).to(torch.float32) / 255
     if not np.issubdtype(array.dtype, np.floating) or not (array.min() >= 0 and array.max() <= 1):
         got = f"{array.dtype}, {array.min()} to {array.max()}"
         raise ValueError(f"{path}: expected uint8, or floats in [0, 1]; got {got}")
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+    return torch.tensor(array, dtype=torch.float32)
 
 
 def _read_npz(path: Path) -> np.ndarray:

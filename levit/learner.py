@@ -60,7 +60,9 @@ class Learner:
             RuntimeError: an earlier call failed half-way (out of memory, an interrupt): load a state first.
         """
         if self._broken:
-            raise RuntimeError(f"learner: an earlier observe failed half-way ({self._broken}); load a saved state first")
+            raise RuntimeError(
+                f"learner: an earlier observe failed half-way ({self._broken}); load a saved state first"
+            )
         images = self._check(images, labels)
         try:
             return self._observe(images, labels)

@@ -84,7 +84,12 @@ class Memory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put saved rows back into the slots they had; a state that does not fit raises `ValueError`, nothing changes."""
         count = len(state["labels"])
-        shapes = {"images": (count, *self.images.shape[1:]), "labels": (count,), "positions": (count,), "arrivals": (2, count)}
+        shapes = {
+            "images": (count, *self.images.shape[1:]),
+            "labels": (count,),
+            "positions": (count,),
+            "arrivals": (2, count),
+        }
         for name, shape in shapes.items():
             if tuple(state[name].shape) != shape:
                 raise ValueError(f"memory.{name}: expected {list(shape)}, got {list(state[name].shape)}")

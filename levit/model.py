@@ -1,14 +1,181 @@
-"""levit.LEViT: the fused model. Same parameters, same state_dict, same numbers as `levit.reference.LEViT`."""
+"""levit.LEViT: the fused model. Same parameters, same state_dict, same numbers as `levit.reference.LEViT`, faster.
+
+The frozen experts live packed in a `KnowledgeBase` and are evaluated together by the ops of `levit_kernels`; the active
+expert, whose weights change at every step, stands on top of them.
+"""
 
 from __future__ import annotations
 
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from levit import reference
+from levit.cache import CachedRows, KnowledgeCache, NoiseCache
+from levit.config import LEViTConfig
+from levit.expert import Expert
+from levit.knowledge import KnowledgeBase, attention_weights, vae_weights
+from levit.memory import Memory
+from levit.reference import patches, self_attention, tokens
+from levit.vae import LOG_SIGMA_RANGE
+from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
+
+CHUNK = 256
+"""Images evaluated at a time, so that temporaries do not grow with the batch."""
 
 
 class LEViT(reference.LEViT):
-    """Drop-in for `levit.reference.LEViT`."""
+    """Drop-in for `levit.reference.LEViT`: the same interface, documented there."""
+
+    def __init__(self, cfg: LEViTConfig) -> None:
+        super().__init__(cfg)
+        self._derive()
 
     @classmethod
     def adopt(cls, model: reference.LEViT) -> None:
-        """Turn a reference model into a fused one in place."""
+        """Turn a reference model into a fused one in place (`levit_kernels.accelerate`)."""
+        if type(model) is cls:
+            return
+        if type(model) is not reference.LEViT:
+            raise TypeError(f"model: expected levit.reference.LEViT itself, got {type(model).__name__}")
         model.__class__ = cls
+        model._derive()
+
+    @property
+    def frozen(self) -> list[Expert]:
+        """Experts 0..K-2."""
+        return list(self.experts)[:-1]
+
+    def features(self, images: Tensor) -> Tensor:
+        parts = patches(self.check_images(images), self.cfg.patch_size)
+        own = expert_attention(parts, *attention_weights(self.active, self.cfg.num_heads))
+        if self.num_experts > 1:
+            own = torch.cat([expert_attention(parts, *self.knowledge.attention(self.frozen)), own])
+        return own.transpose(0, 1)
+
+    def forward_expert(self, images: Tensor, k: int) -> Tensor:
+        self.check_expert(k)
+        parts = patches(self.check_images(images), self.cfg.patch_size)
+        routes = torch.full((len(parts),), k, device=parts.device)
+        return self._apply_heads(self._fuse_routed(parts, routes, [k]), routes, [k])
+
+    def elbo_loss(self, images: Tensor) -> Tensor:
+        pixels = self.check_images(images).flatten(1)
+        noise = self._route_noise()
+        losses = elbo_loss(pixels, *vae_weights(self.active), self.cfg.beta, noise)
+        if self.num_experts > 1:
+            losses = torch.cat([elbo_loss(pixels, *self.knowledge.vae(self.frozen), self.cfg.beta, noise), losses], 1)
+        return losses
+
+    def forward(self, images: Tensor) -> Tensor:
+        images = self.check_images(images)
+        return torch.cat([self._forward_chunk(chunk) for chunk in images.split(CHUNK)])
+
+    def expansion_distances(
+        self,
+        images: Tensor,
+        generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
+        codes: Tensor | None = None,
+    ) -> Tensor:
+        """Equation 6; `codes` [K-1, M, L] are the frozen VAEs' stored codes of these images, in place of `noise`."""
+        images = self.check_images(images)
+        query = self._active_codes(images, generator)
+        if codes is not None:
+            return latent_distance(codes, query)
+        if self.num_experts == 1:
+            return query.new_empty(0)
+        if noise is None:
+            noise = self.frozen_noise(torch.arange(len(images), device=images.device))
+        return expansion_distances(images.flatten(1), self.knowledge.vae(self.frozen).encoder, query, noise)
+
+    def training_loss(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        cache: CachedRows | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """As the reference's; `cache` holds stored features of the frozen experts for these images."""
+        images = self.check_training_batch(images, labels)
+        parts = patches(images, self.cfg.patch_size)
+        own = self_attention(self.active, tokens(self.active, parts, batch_statistics=True), self.cfg.num_heads)
+        logits = self.active.head(self._fuse_training(parts, own, cache), batch_statistics=True)
+        return F.cross_entropy(logits, labels) + self._vae_training_loss(images, generator)
+
+    def frozen_features(self, images: Tensor) -> Tensor:
+        """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E]."""
+        parts = patches(images, self.cfg.patch_size)
+        return expert_attention(parts, *self.knowledge.attention(self.frozen)).transpose(0, 1)
+
+    def frozen_codes(self, images: Tensor, noise: Tensor) -> Tensor:
+        """Sampled codes μ + σε of the frozen VAEs: [B, C, S, S] and ε [K-1, B, L] → [K-1, B, L]."""
+        w1, b1, w2, b2, w_mu, b_mu, w_log_sigma, b_log_sigma = self.knowledge.vae(self.frozen).encoder
+        hidden = torch.tanh(images.flatten(1) @ w1 + b1[:, None])
+        hidden = torch.tanh(torch.baddbmm(b2[:, None], hidden, w2))
+        log_sigma = torch.baddbmm(b_log_sigma[:, None], hidden, w_log_sigma).clamp(*LOG_SIGMA_RANGE)
+        return torch.baddbmm(b_mu[:, None], hidden, w_mu) + log_sigma.exp() * noise
+
+    def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.active.parameters(), lr=learning_rate, fused=True)
+
+    def new_cache(self, memory: Memory) -> NoiseCache:
+        return NoiseCache(self, memory) if self.cfg.cache == "off" else KnowledgeCache(self, memory)
+
+    def tell_once(self, message: str) -> None:
+        """Warn of something that stays true for the rest of this model's life."""
+        if not self._told:
+            self._told = True
+            warnings.warn(message, stacklevel=2)
+
+    def _derive(self) -> None:
+        """What a fused model has beyond its parameters: nothing that would have to be saved."""
+        self.knowledge = KnowledgeBase(self.cfg.num_heads)
+        self._told = False
+
+    def _forward_chunk(self, images: Tensor) -> Tensor:
+        routes = self.route(images)
+        chosen = sorted(set(routes.tolist()))
+        fused = self._fuse_routed(patches(images, self.cfg.patch_size), routes, chosen)
+        return self._apply_heads(fused, routes, chosen)
+
+    def _fuse_routed(self, parts: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
+        """Equation 8 for images routed to the experts in `chosen`: only experts up to each image's own are evaluated."""
+        last = self.num_experts - 1
+        needed = min(max(chosen, default=-1) + 1, last)
+        per_expert = self.cfg.num_heads if self.cfg.gate_per == "head" and self.cfg.gating == "learned" else 1
+        table = parts.new_zeros(last + 1, last + 1, per_expert)
+        for k in chosen:
+            table[k, : k + 1] = self.gates(k).view(k + 1, -1)
+        gates = table[routes]
+        if needed:
+            frozen = self.knowledge.attention(self.frozen[:needed])
+            fused = expert_attention(parts, *frozen, gates=gates[:, :needed])
+        else:
+            fused = parts.new_zeros(*parts.shape[:2], self.cfg.feature_dim)
+        if last not in chosen:
+            return fused
+        rows = (routes == last).nonzero().squeeze(1)
+        own = attention_weights(self.active, self.cfg.num_heads)
+        return fused.index_add(0, rows, expert_attention(parts[rows], *own, gates=gates[rows, last:]))
+
+    def _apply_heads(self, fused: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
+        """Equation 9: each image through the head of its own expert."""
+        logits = fused.new_empty(len(fused), self.cfg.num_classes)
+        for k in chosen:
+            rows = (routes == k).nonzero().squeeze(1)
+            logits[rows] = self.experts[k].head(fused[rows])
+        return logits
+
+    def _fuse_training(self, parts: Tensor, own: Tensor, cache: CachedRows | None) -> Tensor:
+        """Equation 8 in training: gated stored (or recomputed) features of the frozen experts, plus the active one's."""
+        gates = self.gates(self.num_experts - 1)
+        own = (own.unflatten(-1, (gates[-1].numel(), -1)) * gates[-1].view(-1, 1)).flatten(-2)
+        if self.num_experts == 1 or self.cfg.gating == "none":
+            return own
+        if cache is not None:
+            return dkf_fuse(cache.features, gates[:-1], cache.index) + own
+        frozen = expert_attention(parts, *self.knowledge.attention(self.frozen)).transpose(0, 1)
+        return dkf_fuse(frozen, gates[:-1]) + own

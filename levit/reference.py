@@ -16,20 +16,22 @@ from torch import Tensor, nn
 
 from levit.cache import NoiseCache
 from levit.config import LEViTConfig
-from levit.expert import NEGATIVE_SLOPE, Expert, batch_norm
+from levit.expert import NEGATIVE_SLOPE, Expert, linear_norm
 from levit.memory import Memory
 from levit.noise import fixed_noise, position_noise
 
 
 def patches(images: Tensor, patch_size: int) -> Tensor:
     """Equation 1: images [B, C, S, S] → non-overlapping patches [B, N, P²C], row-major; a patch is flattened C, P, P."""
-    return F.unfold(images, patch_size, stride=patch_size).transpose(1, 2)
+    batch, channels, side, _ = images.shape
+    grid = images.reshape(batch, channels, side // patch_size, patch_size, side // patch_size, patch_size)
+    return grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def tokens(expert: Expert, patches: Tensor, batch_statistics: bool = False) -> Tensor:
     """Equation 2: z = LeakyReLU(BN(patches·E + e)), [B, N, P²C] → [B, N, Q]; BN takes every token as a sample."""
-    embedded = expert.embed(patches)
-    return F.leaky_relu(batch_norm(expert.norm, embedded.flatten(0, 1), batch_statistics), NEGATIVE_SLOPE).view_as(embedded)
+    embedded = linear_norm(expert.embed, expert.norm, patches.flatten(0, 1), batch_statistics)
+    return F.leaky_relu(embedded, NEGATIVE_SLOPE).unflatten(0, patches.shape[:2])
 
 
 def attention_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -46,9 +48,9 @@ def self_attention(expert: Expert, z: Tensor, num_heads: int) -> Tensor:
 
 def fuse(features: Tensor, gates: Tensor) -> Tensor:
     """Equation 8: Σ_j g_j · MHSA_j, features [B, K, N, E] and gates [K] or [K, H] → [B, N, E]."""
-    batch, experts, count, width = features.shape
-    per_head = features.view(batch, experts, count, gates[0].numel(), -1)
-    return (per_head * gates.view(experts, 1, -1, 1)).sum(1).view(batch, count, width)
+    gates = gates[:, None] if gates.dim() == 1 else gates
+    per_channel = gates.repeat_interleave(features.shape[-1] // gates.shape[1], dim=1)
+    return (features * per_channel[:, None]).sum(1)
 
 
 class LEViT(nn.Module):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from levit import metrics
 from levit.config import LEViTConfig
@@ -143,7 +143,7 @@ class _Training:
         with _stop_requests(display) as stop_requested, contextlib.closing(MetricsLog(self.run, saved)) as log:
             clock = time.perf_counter()
             for images, labels in stream.batches(start=saved):
-                event = self.learner.observe(images.to(self.device), labels.to(self.device))
+                event = self.observe(images, labels)
                 progress.seconds += time.perf_counter() - clock
                 progress.count(event, len(labels), self.learner.updates_per_batch)
                 display.batch(progress, event, model.num_experts)
@@ -161,6 +161,14 @@ class _Training:
                     where = f"image {progress.position} of {len(stream)}"
                     raise Interrupted(f"{self.run.path}: stopped and saved at {where}; --resume goes on from there")
                 clock = time.perf_counter()
+
+    def observe(self, images: Tensor, labels: Tensor) -> Event:
+        """One batch; a learner that fails (diverges, runs out of memory) ends the run, its checkpoint kept."""
+        try:
+            return self.learner.observe(images.to(self.device), labels.to(self.device))
+        except RuntimeError as error:
+            where = f"{self.run.path}: failed at image {self.progress.position}"
+            raise RunError(f"{where} ({error}); the latest checkpoint is kept; LEVIT_DEBUG=1 shows more") from error
 
     def evaluate_if_due(self) -> int | None:
         """Add the matrix rows of the experiences that end at or before this position; the last one evaluated."""

@@ -24,6 +24,8 @@ class Finetune:
     """
 
     def __init__(self, model: LEViT, updates_per_batch: int | None = None) -> None:
+        if updates_per_batch is not None and (not isinstance(updates_per_batch, int) or updates_per_batch < 1):
+            raise ValueError(f"updates_per_batch: expected a whole number of at least 1, got {updates_per_batch!r}")
         self.model = model
         self.updates_per_batch = updates_per_batch or model.cfg.updates_per_batch
         self.optimizer = torch.optim.Adam(model.active.parameters(), lr=model.cfg.learning_rate)

@@ -118,7 +118,7 @@ def _order(class_order: str | Sequence[int], classes: int, random: np.random.Ran
 
 
 def _shares(sizes: list[int], limit: int) -> list[int]:
-    """`limit` images over parts of these sizes in proportion; the largest remainders are rounded up."""
+    """`limit` images over parts of these sizes in proportion, at least one each; largest remainders are rounded up."""
     if limit < len(sizes):
         raise ValueError(f"limit: expected at least {len(sizes)} images, one per experience, got {limit}")
     total = sum(sizes)
@@ -126,6 +126,8 @@ def _shares(sizes: list[int], limit: int) -> list[int]:
         return sizes
     exact = [limit * size / total for size in sizes]
     shares = [max(1, int(share)) for share in exact]
+    while sum(shares) > limit:  # the smallest were lifted to one image, at the largest's cost
+        shares[shares.index(max(shares))] -= 1
     by_remainder = sorted(range(len(sizes)), key=lambda i: shares[i] - exact[i])
     for i in by_remainder[: limit - sum(shares)]:
         shares[i] += 1

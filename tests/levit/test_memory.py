@@ -81,7 +81,9 @@ def test_state_puts_rows_back_into_their_slots():
     other.load_state_dict(memory.state_dict())
     live = memory.live()
     assert torch.equal(live, other.live()) and other.seen == 7
-    assert torch.equal(memory.images[live], other.images[live]) and torch.equal(memory.positions[live], other.positions[live])
+    assert torch.equal(memory.images[live], other.images[live]) and torch.equal(
+        memory.positions[live], other.positions[live]
+    )
     a, b = (m.sample(20, torch.Generator().manual_seed(1)) for m in (memory, other))
     assert torch.equal(a, b)
 
