@@ -82,8 +82,8 @@ class KnowledgeCache(NoiseCache):
             self.features = torch.empty(shape, dtype=dtype, device=self.noise.device)
         else:
             model.tell_once(
-                f"cache: features of {shape[1]} frozen experts for {shape[0]} images take {wanted / 2**20:,.0f} MiB, over the "
-                f"budget of {budget / 2**20:,.0f} MiB; they are computed at every step instead (slower, same numbers)"
+                f"cache: features of {shape[1]} frozen experts for {shape[0]} images take {wanted / 2**20:,.0f} MiB, "
+                f"over the budget of {budget / 2**20:,.0f} MiB; they are computed at every step (slower, same numbers)"
             )
 
     def fill(self, slots: Tensor) -> None:

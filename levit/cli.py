@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import inspect
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 
+from levit.arguments import EvalArguments, PredictArguments, ReportArguments, parse, parse_train
 from levit.config import PRESETS, LEViTConfig
 from levit.report.progress import RichDisplay
 from levit.report.tables import matrix_table, result_table
-from levit.runs import RunDirectory, RunError, environment, latest_run_path, new_run_path
+from levit.runs import RunDirectory, RunError, latest_run_path, new_run_path
 from levit.streams import SplitStream, load_dataset
-from levit.train import Interrupted, RunOptions, build_stream, train
+from levit.train import Interrupted, build_stream, train
 
 OVERVIEW = f"""usage: levit COMMAND ...
 
@@ -45,84 +42,6 @@ examples:
   levit report runs/*
   levit COMMAND --help                                  all options of a command
 """
-
-TRAIN_EXAMPLES = """
-examples:
-  levit train digits
-  levit train split-mnist --seed 1 --gating none --out runs/no-dkf
-  levit train split-mnist --out runs/no-dkf --resume
-  levit train split-fashion --method reference --limit 3000 --memory-size 300
-"""
-
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-
-
-@dataclass
-class TrainArguments:
-    """Train a method on a preset's stream, once and in order, and write a run directory.
-
-    The directory holds config.json, metrics.csv, results.json, checkpoint.pt, plots and report.html. Ctrl-C saves a
-    checkpoint; --resume goes on from it as if the run had never stopped.
-    """
-
-    config: Annotated[LEViTConfig, tyro.conf.arg(name="")]
-    run: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
-    data_dir: str | None = None
-    """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
-    download: Flag = False
-    """Let torchvision fetch a data set that is missing."""
-    out: Path | None = None
-    """Run directory; default runs/PRESET-METHOD-seedSEED, with -2, -3, … where that is taken."""
-    resume: Flag = False
-    """Go on with the run in --out (or the latest default directory), with its own configuration."""
-    device: str = "cpu"
-    """Where to compute: cpu, cuda, cuda:1."""
-    threads: int | None = None
-    """CPU threads; default torch's."""
-    quiet: Flag = False
-    """No progress, only the result."""
-
-
-@dataclass
-class EvalArguments:
-    """Evaluate a run's latest checkpoint on the test images of its data set."""
-
-    directory: Annotated[Path, tyro.conf.Positional]
-    """A run directory."""
-    data_dir: str | None = None
-    """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
-    by_task: Flag = False
-    """Also the protocol that tells the model which images belong together; shown as `by-task (leaks)`."""
-    json: Flag = False
-    """Print JSON, accuracies from 0 to 1."""
-    device: str = "cpu"
-    """Where to compute: cpu, cuda, cuda:1."""
-    threads: int | None = None
-    """CPU threads; default torch's."""
-
-
-@dataclass
-class PredictArguments:
-    """Print a line per image: file, label, expert chosen, softmax value of the label (not calibrated)."""
-
-    directory: Annotated[Path, tyro.conf.Positional]
-    """A run directory."""
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Pictures of the model's size, or .npz files with an array of images."""
-    json: Flag = False
-    """Print a JSON list instead."""
-    device: str = "cpu"
-    """Where to compute: cpu, cuda, cuda:1."""
-
-
-@dataclass
-class ReportArguments:
-    """Print the result table of finished runs; runs that differ in the seed alone share a row, mean ± deviation."""
-
-    directories: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run directories."""
-    write: Flag = False
-    """Also draw every run's plots and report.html again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,15 +76,15 @@ def _train(arguments: list[str]) -> int:
     if preset.startswith("-"):
         raise ValueError(f"name a preset first: levit train PRESET [OPTIONS]; presets are {', '.join(PRESETS)}")
     LEViTConfig.preset(preset)  # an unknown one is told before anything else
-    args = _parse_train(preset, rest, TrainArguments(_unresolved(PRESETS[preset])))
+    args = parse_train(preset, rest)
     stem = Path("runs") / f"{preset}-{args.run.method}-seed{args.config.seed}"
     if args.resume:
         args.out = args.out or latest_run_path(stem)
         stored = RunDirectory(args.out).read_config()
         if stored["preset"] != preset:
             raise RunError(f"{args.out}: a run of preset {stored['preset']}, not {preset}; choose another --out")
-        defaults = TrainArguments(_unresolved(stored["config"]), RunOptions(**stored["options"]), out=args.out)
-        args = _parse_train(preset, rest, defaults)
+        path, args = args.out, parse_train(preset, rest, stored)
+        args.out = path
     _set_up(args.device, args.threads)
 
     console = Console(stderr=True)
@@ -186,9 +105,8 @@ def _train(arguments: list[str]) -> int:
             command=command,
             resume=args.resume,
         )
+    _stdout().print(result_table([(run.read_config(), results)]))
     _write_report(run, display.say)
-    out = _stdout()
-    out.print(result_table([(run.read_config(), results)]))
     display.say(f"written: {run.path}")
     return 0
 
@@ -196,7 +114,7 @@ def _train(arguments: list[str]) -> int:
 def _eval(arguments: list[str]) -> int:
     from levit.inference import evaluate, load_model, run_config
 
-    args = _parse(EvalArguments, "eval", arguments)
+    args = parse(EvalArguments, "eval", arguments)
     _set_up(args.device, args.threads)
     run = RunDirectory(args.directory)
     cfg, config = run_config(run), run.read_config()
@@ -218,7 +136,7 @@ def _eval(arguments: list[str]) -> int:
 def _predict(arguments: list[str]) -> int:
     from levit.inference import load_model, predict, read_images, run_config
 
-    args = _parse(PredictArguments, "predict", arguments)
+    args = parse(PredictArguments, "predict", arguments)
     _set_up(args.device, None)
     run = RunDirectory(args.directory)
     cfg = run_config(run)
@@ -238,7 +156,7 @@ def _predict(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    args = _parse(ReportArguments, "report", arguments)
+    args = parse(ReportArguments, "report", arguments)
     runs = [RunDirectory(path) for path in args.directories]
     if not runs:
         raise ValueError("name at least one run directory: levit report RUN...")
@@ -254,11 +172,11 @@ def _report(arguments: list[str]) -> int:
 
 
 def _info(arguments: list[str]) -> int:
-    if importlib.util.find_spec("levit_kernels.info"):
-        return importlib.import_module("levit_kernels.info").main(arguments) or 0
-    for name, value in environment()["versions"].items():
-        print(f"{name:10} {value}")
-    print(f"{'device':10} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'}")
+    from levit_kernels.info import main as kernels_info
+
+    if arguments and arguments[0] not in ("-h", "--help"):
+        raise ValueError(f"info takes no arguments, got {' '.join(arguments)}")
+    kernels_info()
     return 0
 
 
@@ -269,28 +187,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "info": _info,
 }
-
-
-def _parse(kind: type[Any], command: str, arguments: list[str], default: Any = None) -> Any:
-    options = (
-        {}
-        if default is None
-        else {"default": default, "description": inspect.cleandoc(kind.__doc__) + "\n" + TRAIN_EXAMPLES}
-    )
-    return tyro.cli(kind, prog=f"levit {command}", args=arguments, **options)
-
-
-def _parse_train(preset: str, arguments: list[str], default: TrainArguments) -> TrainArguments:
-    return _parse(TrainArguments, f"train {preset}", arguments, default)
-
-
-def _unresolved(values: dict[str, Any]) -> LEViTConfig:
-    """A configuration whose derived fields (head_dim follows embed_dim) are still open, as defaults of the flags."""
-    config = object.__new__(LEViTConfig)
-    for item in fields(LEViTConfig):
-        value = values.get(item.name, item.default)
-        object.__setattr__(config, item.name, tuple(value) if isinstance(value, list) else value)
-    return config
 
 
 def _set_up(device: str, threads: int | None) -> None:

@@ -27,7 +27,7 @@ def run_config(run: RunDirectory) -> LEViTConfig:
 def load_model(run: RunDirectory, device: str = "cpu") -> nn.Module:
     """The model of a run's latest checkpoint; `RunError` where there is none or it does not fit."""
     cfg = run_config(run)
-    state = run.load_checkpoint(device)
+    state = run.load_checkpoint()
     if state is None:
         raise RunError(f"{run.path}: no checkpoint yet; let the run go on for a while (levit train … --resume)")
     model = METHODS[run.read_config()["options"]["method"]].model(cfg).to(device)

@@ -82,7 +82,7 @@ class Memory:
         return rows | {"arrivals": self.arrivals[:, slots.cpu()], "oldest": self._oldest, "seen": self.seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put saved rows back into the slots they had; a state that does not fit raises `ValueError`, nothing changes."""
+        """Put saved rows back into the slots they had; one that does not fit raises `ValueError`, nothing changes."""
         count = len(state["labels"])
         shapes = {
             "images": (count, *self.images.shape[1:]),

@@ -142,7 +142,7 @@ class LEViT(reference.LEViT):
         return self._apply_heads(fused, routes, chosen)
 
     def _fuse_routed(self, parts: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
-        """Equation 8 for images routed to the experts in `chosen`: only experts up to each image's own are evaluated."""
+        """Equation 8 for images routed to the experts in `chosen`; experts beyond an image's own are not evaluated."""
         last = self.num_experts - 1
         needed = min(max(chosen, default=-1) + 1, last)
         per_expert = self.cfg.num_heads if self.cfg.gate_per == "head" and self.cfg.gating == "learned" else 1
@@ -170,7 +170,7 @@ class LEViT(reference.LEViT):
         return logits
 
     def _fuse_training(self, parts: Tensor, own: Tensor, cache: CachedRows | None) -> Tensor:
-        """Equation 8 in training: gated stored (or recomputed) features of the frozen experts, plus the active one's."""
+        """Equation 8 in training: gated features of the frozen experts, stored or recomputed, plus the active one's."""
         gates = self.gates(self.num_experts - 1)
         own = (own.unflatten(-1, (gates[-1].numel(), -1)) * gates[-1].view(-1, 1)).flatten(-2)
         if self.num_experts == 1 or self.cfg.gating == "none":

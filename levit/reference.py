@@ -22,7 +22,7 @@ from levit.noise import fixed_noise, position_noise
 
 
 def patches(images: Tensor, patch_size: int) -> Tensor:
-    """Equation 1: images [B, C, S, S] → non-overlapping patches [B, N, P²C], row-major; a patch is flattened C, P, P."""
+    """Equation 1: images [B, C, S, S] → patches side by side [B, N, P²C], row-major; each is flattened C, P, P."""
     batch, channels, side, _ = images.shape
     grid = images.reshape(batch, channels, side // patch_size, patch_size, side // patch_size, patch_size)
     return grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

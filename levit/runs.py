@@ -114,13 +114,13 @@ class RunDirectory:
         """Write checkpoint.pt (tensors and plain types only)."""
         write_atomically(self / "checkpoint.pt", lambda file: torch.save({"format": FORMAT} | dict(state), file))
 
-    def load_checkpoint(self, device: torch.device | str = "cpu") -> dict[str, Any] | None:
-        """checkpoint.pt; None where there is none yet, `RunError` where it cannot be read."""
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """checkpoint.pt, on the CPU; None where there is none yet, `RunError` where it cannot be read."""
         path = self / "checkpoint.pt"
         if not path.exists():
             return None
         try:
-            state = torch.load(path, map_location=device, weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
             version = state["format"]
         except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -196,7 +196,7 @@ class _Training:
 
     def restore(self) -> None:
         """Load the checkpoint, where there is one; `RunError` where it is another run's."""
-        state = self.run.load_checkpoint(self.device)
+        state = self.run.load_checkpoint()
         if state is None:
             return
         path = self.run / "checkpoint.pt"

@@ -1,4 +1,4 @@
-"""LEViT's equations once more, in NumPy float64 and explicit loops, straight from a state_dict: nothing shared with levit."""
+"""LEViT's equations once more, in NumPy float64 and explicit loops, from a state_dict: nothing shared with levit."""
 
 import numpy as np
 

@@ -7,7 +7,6 @@ import torch
 
 from levit.memory import Memory
 
-
 DOUBLE = torch.zeros(1, dtype=torch.float64)
 
 

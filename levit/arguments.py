@@ -1,0 +1,118 @@
+"""What each command of `levit` can be given: one dataclass per command, read by tyro."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from levit.config import PRESETS, LEViTConfig
+from levit.train import RunOptions
+
+TRAIN_EXAMPLES = """
+examples:
+  levit train digits
+  levit train split-mnist --seed 1 --gating none --out runs/no-dkf
+  levit train split-mnist --out runs/no-dkf --resume
+  levit train split-fashion --method reference --limit 3000 --memory-size 300
+"""
+
+Arguments = TypeVar("Arguments")
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+@dataclass
+class TrainArguments:
+    """Train a method on a preset's stream, once and in order, and write a run directory.
+
+    The directory holds config.json, metrics.csv, results.json, checkpoint.pt, plots and report.html. Ctrl-C saves a
+    checkpoint; --resume goes on from it as if the run had never stopped.
+    """
+
+    config: Annotated[LEViTConfig, tyro.conf.arg(name="")]
+    run: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
+    data_dir: str | None = None
+    """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
+    download: Flag = False
+    """Let torchvision fetch a data set that is missing."""
+    out: Path | None = None
+    """Run directory; default runs/PRESET-METHOD-seedSEED, with -2, -3, … where that is taken."""
+    resume: Flag = False
+    """Go on with the run in --out (or the latest default directory), with its own configuration."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, cuda:1."""
+    threads: int | None = None
+    """CPU threads; default torch's."""
+    quiet: Flag = False
+    """No progress, only the result."""
+
+
+@dataclass
+class EvalArguments:
+    """Evaluate a run's latest checkpoint on the test images of its data set."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """A run directory."""
+    data_dir: str | None = None
+    """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
+    by_task: Flag = False
+    """Also the protocol that tells the model which images belong together; shown as `by-task (leaks)`."""
+    json: Flag = False
+    """Print JSON, accuracies from 0 to 1."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, cuda:1."""
+    threads: int | None = None
+    """CPU threads; default torch's."""
+
+
+@dataclass
+class PredictArguments:
+    """Print a line per image: file, label, expert chosen, softmax value of the label (not calibrated)."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """A run directory."""
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Pictures of the model's size, or .npz files with an array of images."""
+    json: Flag = False
+    """Print a JSON list instead."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, cuda:1."""
+
+
+@dataclass
+class ReportArguments:
+    """Print the result table of finished runs; runs that differ in the seed alone share a row, mean ± deviation."""
+
+    directories: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run directories."""
+    write: Flag = False
+    """Also draw every run's plots and report.html again."""
+
+
+def parse(kind: type[Arguments], command: str, arguments: list[str]) -> Arguments:
+    """The arguments of a command; `--help` and mistakes end the process as tyro does, with exit codes 0 and 2."""
+    return tyro.cli(kind, prog=f"levit {command}", args=arguments)
+
+
+def parse_train(preset: str, arguments: list[str], stored: dict[str, Any] | None = None) -> TrainArguments:
+    """The arguments of `train`; what is not given is the preset's, or that of a `stored` config.json."""
+    if stored is None:
+        default = TrainArguments(_unresolved(PRESETS[preset]))
+    else:
+        default = TrainArguments(_unresolved(stored["config"]), RunOptions(**stored["options"]))
+    description = f"{inspect.cleandoc(TrainArguments.__doc__ or '')}\n{TRAIN_EXAMPLES}"
+    return tyro.cli(
+        TrainArguments, prog=f"levit train {preset}", args=arguments, default=default, description=description
+    )
+
+
+def _unresolved(values: dict[str, Any]) -> LEViTConfig:
+    """A configuration whose derived fields (head_dim follows embed_dim) are still open, as defaults of the flags."""
+    config = object.__new__(LEViTConfig)
+    for item in fields(LEViTConfig):
+        value = values.get(item.name, item.default)
+        object.__setattr__(config, item.name, tuple(value) if isinstance(value, list) else value)
+    return config
