@@ -21,7 +21,8 @@ examples:
 """
 
 Arguments = TypeVar("Arguments")
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+FLAGS = (tyro.conf.FlagCreatePairsOff,)
+"""A switch is --resume alone, not --resume | --no-resume."""
 
 
 @dataclass
@@ -36,17 +37,17 @@ class TrainArguments:
     run: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     data_dir: str | None = None
     """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
-    download: Flag = False
+    download: bool = False
     """Let torchvision fetch a data set that is missing."""
     out: Path | None = None
     """Run directory; default runs/PRESET-METHOD-seedSEED, with -2, -3, … where that is taken."""
-    resume: Flag = False
+    resume: bool = False
     """Go on with the run in --out (or the latest default directory), with its own configuration."""
     device: str = "cpu"
     """Where to compute: cpu, cuda, cuda:1."""
     threads: int | None = None
     """CPU threads; default torch's."""
-    quiet: Flag = False
+    quiet: bool = False
     """No progress, only the result."""
 
 
@@ -58,9 +59,9 @@ class EvalArguments:
     """A run directory."""
     data_dir: str | None = None
     """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
-    by_task: Flag = False
+    by_task: bool = False
     """Also the protocol that tells the model which images belong together; shown as `by-task (leaks)`."""
-    json: Flag = False
+    json: bool = False
     """Print JSON, accuracies from 0 to 1."""
     device: str = "cpu"
     """Where to compute: cpu, cuda, cuda:1."""
@@ -76,7 +77,7 @@ class PredictArguments:
     """A run directory."""
     images: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Pictures of the model's size, or .npz files with an array of images."""
-    json: Flag = False
+    json: bool = False
     """Print a JSON list instead."""
     device: str = "cpu"
     """Where to compute: cpu, cuda, cuda:1."""
@@ -88,13 +89,13 @@ class ReportArguments:
 
     directories: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Run directories."""
-    write: Flag = False
+    write: bool = False
     """Also draw every run's plots and report.html again."""
 
 
 def parse(kind: type[Arguments], command: str, arguments: list[str]) -> Arguments:
     """The arguments of a command; `--help` and mistakes end the process as tyro does, with exit codes 0 and 2."""
-    return tyro.cli(kind, prog=f"levit {command}", args=arguments)
+    return tyro.cli(kind, prog=f"levit {command}", args=arguments, config=FLAGS)
 
 
 def parse_train(preset: str, arguments: list[str], stored: dict[str, Any] | None = None) -> TrainArguments:
@@ -105,7 +106,12 @@ def parse_train(preset: str, arguments: list[str], stored: dict[str, Any] | None
         default = TrainArguments(_unresolved(stored["config"]), RunOptions(**stored["options"]))
     description = f"{inspect.cleandoc(TrainArguments.__doc__ or '')}\n{TRAIN_EXAMPLES}"
     return tyro.cli(
-        TrainArguments, prog=f"levit train {preset}", args=arguments, default=default, description=description
+        TrainArguments,
+        prog=f"levit train {preset}",
+        description=description,
+        args=arguments,
+        default=default,
+        config=FLAGS,
     )
 
 

@@ -28,8 +28,10 @@ class CachedRows(NamedTuple):
     """[B] int64, the minibatch's slots."""
 
 
-class NoiseCache:
-    """The least that equation 6 asks for: ε of every frozen VAE, drawn when the image enters. Used by the reference.
+class MemoryCache:
+    """The least that the expansion rule asks for; used by the reference.
+
+    Rule `latent` wants ε of every frozen VAE, drawn when the image enters the memory; rule `energy` wants nothing.
 
     Args:
         model: whose frozen experts this is about.
@@ -39,8 +41,7 @@ class NoiseCache:
     def __init__(self, model: LEViT, memory: Memory) -> None:
         self.model = model
         self.memory = memory
-        weight = model.active.embed.weight
-        self.noise = weight.new_zeros(model.num_experts - 1, memory.capacity, model.cfg.latent_dim)
+        self.noise = model.weight.new_zeros(model.num_experts - 1, memory.capacity, model.cfg.latent_dim)
 
     def fill(self, slots: Tensor) -> None:
         """Take note of the images that just entered the memory at `slots` [b]."""
@@ -55,31 +56,41 @@ class NoiseCache:
         """The stored features of a minibatch of slots [B]; None where none are stored."""
         return None
 
-    def expansion_distances(self, generator: torch.Generator) -> Tensor:
-        """Equation 6 over the whole memory, [K-1]."""
+    def statistic(self, generator: torch.Generator) -> Tensor:
+        """What the expansion rule looks at, over the whole memory: [K-1], see `levit.expansion`."""
         live = self.memory.live()
-        return self.model.expansion_distances(self.memory.images[live], generator, noise=self.noise[:, live])
+        images = self.memory.images[live]
+        if self.model.cfg.criterion == "energy":
+            return self.model.reconstruction_errors(images).mean(1)
+        return self.model.expansion_distances(images, generator, noise=self.noise[:, live])
 
 
-class KnowledgeCache(NoiseCache):
-    """The frozen experts' features [M, K-1, N, E] and the frozen VAEs' codes [K-1, M, L] of every stored image.
+class KnowledgeCache:
+    """Beside every stored image: features [M, K-1, N, E] and what the rule asks of the frozen VAEs.
 
-    Features larger than the configuration's budget are not kept; the model computes them then, and gets the same
-    numbers. It says so once.
+    That is their codes [K-1, M, L] for rule `latent`, their reconstruction errors [K-1, M] for rule `energy`. Features
+    larger than the configuration's budget are not kept; the model computes them then, and gets the same numbers. It
+    says so once. Same arguments and methods as `MemoryCache`.
     """
 
     def __init__(self, model: LEViT, memory: Memory) -> None:
-        super().__init__(model, memory)
+        self.model = model
+        self.memory = memory
         cfg = model.cfg
-        self.codes = torch.empty_like(self.noise)
+        frozen, weight = model.num_experts - 1, model.weight
+        self.codes = self.errors = None
+        if cfg.criterion == "latent":
+            self.codes = weight.new_empty(frozen, memory.capacity, cfg.latent_dim)
+        else:
+            self.errors = weight.new_empty(frozen, memory.capacity)
         self.features: Tensor | None = None
-        if model.num_experts == 1 or cfg.gating == "none":
+        if not frozen or cfg.gating == "none":
             return
-        dtype = torch.bfloat16 if cfg.cache_dtype == "bf16" else self.noise.dtype
-        shape = (memory.capacity, model.num_experts - 1, cfg.num_patches, cfg.feature_dim)
-        wanted, budget = math.prod(shape) * dtype.itemsize, cache_budget(cfg.cache, self.noise.device)
+        dtype = torch.bfloat16 if cfg.cache_dtype == "bf16" else weight.dtype
+        shape = (memory.capacity, frozen, cfg.num_tokens, cfg.feature_dim)
+        wanted, budget = math.prod(shape) * dtype.itemsize, cache_budget(cfg.cache, weight.device)
         if wanted <= budget:
-            self.features = torch.empty(shape, dtype=dtype, device=self.noise.device)
+            self.features = torch.empty(shape, dtype=dtype, device=weight.device)
         else:
             model.tell_once(
                 f"cache: features of {shape[1]} frozen experts for {shape[0]} images take {wanted / 2**20:,.0f} MiB, "
@@ -87,6 +98,7 @@ class KnowledgeCache(NoiseCache):
             )
 
     def fill(self, slots: Tensor) -> None:
+        """Evaluate the frozen experts on the images that just entered the memory at `slots` [b], once and for all."""
         self._fill(slots, self.memory.images[slots], self.memory.positions[slots], torch.arange(len(slots)))
 
     def refill(self) -> None:
@@ -107,17 +119,24 @@ class KnowledgeCache(NoiseCache):
             self._fill(here, images, positions, rows)
 
     def rows(self, index: Tensor) -> CachedRows | None:
+        """The stored features of a minibatch of slots [B]; None where none are stored."""
         return None if self.features is None else CachedRows(self.features, index)
 
-    def expansion_distances(self, generator: torch.Generator) -> Tensor:
+    def statistic(self, generator: torch.Generator) -> Tensor:
+        """What the expansion rule looks at, over the whole memory: [K-1], see `levit.expansion`."""
         live = self.memory.live()
+        if self.errors is not None:
+            return self.errors[:, live].mean(1)
         return self.model.expansion_distances(self.memory.images[live], generator, codes=self.codes[:, live])
 
     def _fill(self, slots: Tensor, images: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Evaluate a batch, and keep its `rows` at `slots`."""
         if self.model.num_experts == 1:
             return
-        self.codes[:, slots] = self.model.frozen_codes(images, self.model.frozen_noise(positions))[:, rows]
+        if self.errors is not None:
+            self.errors[:, slots] = self.model.reconstruction_errors(images)[:, rows]
+        else:
+            self.codes[:, slots] = self.model.frozen_codes(images, self.model.frozen_noise(positions))[:, rows]
         if self.features is not None:
             self.features[slots] = self.model.frozen_features(images)[rows].to(self.features.dtype)
 

@@ -31,12 +31,24 @@ class LEViTConfig:
     """H: attention heads."""
     head_dim: int | None = None
     """d: width of one head; None means embed_dim (full-width heads [C])."""
+    expert: Literal["vit", "dnn"] = "vit"
+    """What turns an image into features: a vision transformer, or an MLP of two hidden layers (N = 1)."""
+    dnn_width: int = 200
+    """E of expert `dnn`: width of both hidden layers [D]."""
+    pos_embed: bool = False
+    """Add a learned positional embedding to the tokens (off [C])."""
+    out_proj: bool = False
+    """Project the concatenated heads once more (off [C])."""
+    fusion: Literal["sum", "concat"] = "sum"
+    """Equation 8: the gated sum over all experts, or the own features beside the gated sum of the frozen ones."""
     gating: Literal["learned", "fixed", "none"] = "learned"
     """Dynamic knowledge fusion: learned softmax gates (DKF), constant 1/K (DKF-Fixed), or no transfer (No-DKF)."""
     gate_per: Literal["expert", "head"] = "expert"
     """One gate per expert, or one per expert and head (equation 7)."""
     head_hidden: tuple[int, ...] = (100,)
     """Hidden sizes of the classifier MLP."""
+    vae: Literal["mlp", "conv"] = "mlp"
+    """The VAE: an MLP over the pixels, or convolutions over the image at 32 x 32."""
     vae_hidden: tuple[int, int] = (200, 200)
     """Hidden sizes of the MLP VAE's encoder and decoder."""
     latent_dim: int = 50
@@ -47,10 +59,12 @@ class LEViTConfig:
     """Routing averages the VAE loss over this many sampled codes; 0 takes the mean code (as published)."""
 
     # learner
-    criterion: Literal["latent"] = "latent"
-    """Expansion rule: `latent` is equation 6 as published [P]."""
+    criterion: Literal["latent", "energy"] = "latent"
+    """Expansion rule: `latent` is equation 6 as published [P]; `energy` takes reconstruction errors [C]."""
     gamma: float | None = None
     """Threshold of rule `latent`; None means 0.94 * sqrt(2 L) [D]."""
+    energy_threshold: float | None = None
+    """Threshold of rule `energy` (squared pixel error per image); there is no default to guess."""
     memory_size: int = 2000
     """M: capacity of the memory (images)."""
     train_batch: int = 64
@@ -87,7 +101,7 @@ class LEViTConfig:
         object.__setattr__(self, "vae_hidden", tuple(self.vae_hidden))
         at_least_one = (
             "image_size channels patch_size num_classes embed_dim num_heads head_dim latent_dim memory_size "
-            "train_batch updates_per_batch classes_per_task batch_size"
+            "train_batch updates_per_batch classes_per_task batch_size dnn_width"
         )
         for name in at_least_one.split():
             _expect(_is_int(value := getattr(self, name)) and value >= 1, name, "a whole number of at least 1", value)
@@ -117,9 +131,19 @@ class LEViTConfig:
         _expect(self.gamma is None or self.gamma > 0, "gamma", "more than 0, or None", self.gamma)
         limit = self.max_experts
         _expect(limit is None or (_is_int(limit) and limit >= 1), "max_experts", "at least 1, or None", limit)
+        _choice(self, "expert", ("vit", "dnn"))
+        _choice(self, "fusion", ("sum", "concat"))
+        _choice(self, "vae", ("mlp", "conv"))
         _choice(self, "gating", ("learned", "fixed", "none"))
         _choice(self, "gate_per", ("expert", "head"))
-        _choice(self, "criterion", ("latent",))
+        heads = self.gate_per == "expert" or self.expert == "vit"
+        _expect(heads, "gate_per", "'expert', for expert 'dnn'", self.gate_per)
+        for name in ("pos_embed", "out_proj"):
+            _expect(not getattr(self, name) or self.expert == "vit", name, "False, for expert 'dnn'", True)
+        _choice(self, "criterion", ("latent", "energy"))
+        energy = self.energy_threshold
+        _expect(energy is None or energy > 0, "energy_threshold", "more than 0, or None", energy)
+        _expect(self.criterion != "energy" or energy, "energy_threshold", "a number, for criterion 'energy'", energy)
         _choice(self, "class_order", ("natural", "shuffled"))
         _choice(self, "cache_dtype", ("fp32", "bf16"))
         cache_ok = self.cache in ("auto", "off") or (_is_int(self.cache) and self.cache >= 0)
@@ -140,8 +164,13 @@ class LEViTConfig:
 
     @property
     def num_patches(self) -> int:
-        """N: patches (tokens) per image."""
+        """Patches per image."""
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_tokens(self) -> int:
+        """N: tokens (patches) per image; 1 where the expert is an MLP."""
+        return self.num_patches if self.expert == "vit" else 1
 
     @property
     def patch_dim(self) -> int:
@@ -150,12 +179,27 @@ class LEViTConfig:
 
     @property
     def feature_dim(self) -> int:
-        """E = H·d: width of an expert's multi-head self-attention output, per token."""
-        return self.num_heads * self.head_dim
+        """E: width of an expert's features per token, H·d of its self-attention or the MLP's width."""
+        return self.num_heads * self.head_dim if self.expert == "vit" else self.dnn_width
+
+    @property
+    def fused_dim(self) -> int:
+        """Width per token of M̃, what the head sees: E, or 2·E where own and transferred features stand side by side."""
+        return 2 * self.feature_dim if self.fusion == "concat" and self.gating != "none" else self.feature_dim
+
+    @property
+    def gates_per_expert(self) -> int:
+        """Gates that one expert has: 1, or H where every head has its own."""
+        return self.num_heads if self.gate_per == "head" and self.gating == "learned" else 1
 
     @property
     def expansion_threshold(self) -> float:
-        """γ of rule `latent`: the given one, or 0.94·√(2L), just under the distance of two unit Gaussians [D]."""
+        """What the rule compares with: `energy_threshold`, or γ of rule `latent`.
+
+        γ is the given one or 0.94·√(2L), just under the distance of two unit Gaussians [D].
+        """
+        if self.criterion == "energy":
+            return self.energy_threshold
         return self.gamma if self.gamma is not None else 0.94 * (2 * self.latent_dim) ** 0.5
 
     def to_dict(self) -> dict[str, Any]:

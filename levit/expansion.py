@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def latent_rule(distances: Tensor, threshold: float) -> bool:
-    """Rule `latent`, equation 6 [P]: expand when every frozen VAE's codes lie further than γ from the active one's.
+def rule_fires(statistic: Tensor, threshold: float) -> bool:
+    """Both published rules: expand when the memory is far from every frozen expert.
 
     Args:
-        distances: D [K-1], K ≥ 2.
-        threshold: γ.
+        statistic: per frozen expert [K-1], K ≥ 2: D of equation 6 for rule `latent` [P], the memory's mean
+            reconstruction error for rule `energy` [C].
+        threshold: γ, or the configuration's `energy_threshold`.
     """
-    return bool(distances.min() > threshold)
+    return bool(statistic.min() > threshold)

@@ -6,10 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from levit.config import LEViTConfig
-from levit.vae import MLPVAE
-
-NEGATIVE_SLOPE = 0.2
-"""Slope of every LeakyReLU below zero [C]."""
+from levit.vae import NEGATIVE_SLOPE, build_vae
 
 
 class Expert(nn.Module):
@@ -17,22 +14,33 @@ class Expert(nn.Module):
 
     - `embed` E_k, e_k of equation 2 (rows of `embed.weight` are tokens' channels), `norm` its batch norm over tokens;
     - `qkv` the maps of equation 3; outputs are ordered (query | key | value, head, channel);
+    - `position` [N, Q] and `out_proj`, where the configuration asks for them;
+    - in place of all these, where the expert is an MLP: its two layers `hidden`;
     - `head` the classifier of equations 5 and 9;
-    - `gates` the logits a of equation 7, [k + 1] or [k + 1, H]; only where gating is learned;
+    - `gates` the logits a of equation 7, only where gating is learned: [k + 1] or [k + 1, H]; one fewer where the own
+      features stand beside the gated ones (none for the first expert);
     - `vae`.
     """
 
     def __init__(self, cfg: LEViTConfig, k: int) -> None:
         super().__init__()
-        self.embed = nn.Linear(cfg.patch_dim, cfg.embed_dim)
-        self.norm = nn.BatchNorm1d(cfg.embed_dim)
-        self.qkv = nn.Linear(cfg.embed_dim, 3 * cfg.feature_dim)
-        self.head = Head(cfg.num_patches * cfg.feature_dim, cfg.head_hidden, cfg.num_classes)
-        if cfg.gating == "learned":
-            self.gates = nn.Parameter(
-                torch.zeros(k + 1) if cfg.gate_per == "expert" else torch.zeros(k + 1, cfg.num_heads)
-            )
-        self.vae = MLPVAE(cfg)
+        if cfg.expert == "vit":
+            self.embed = nn.Linear(cfg.patch_dim, cfg.embed_dim)
+            self.norm = nn.BatchNorm1d(cfg.embed_dim)
+            self.qkv = nn.Linear(cfg.embed_dim, 3 * cfg.feature_dim)
+            if cfg.pos_embed:
+                self.position = nn.Parameter(0.02 * torch.randn(cfg.num_tokens, cfg.embed_dim))
+            if cfg.out_proj:
+                self.out_proj = nn.Linear(cfg.feature_dim, cfg.feature_dim, bias=False)  # the head has one
+        else:
+            pixels, width = cfg.channels * cfg.image_size**2, cfg.dnn_width
+            self.hidden = nn.ModuleList([nn.Linear(pixels, width), nn.Linear(width, width)])
+        self.head = Head(cfg.num_tokens * cfg.fused_dim, cfg.head_hidden, cfg.num_classes)
+        gated = k + 1 if cfg.fusion == "sum" else k
+        if cfg.gating == "learned" and gated:
+            shape = (gated,) if cfg.gate_per == "expert" else (gated, cfg.num_heads)
+            self.gates = nn.Parameter(torch.zeros(shape))
+        self.vae = build_vae(cfg)
 
     @classmethod
     def create(cls, cfg: LEViTConfig, k: int, like: Tensor | None = None) -> Expert:

@@ -7,11 +7,11 @@ load, `.to()`, an in-place edit; an edit through `.data` goes unseen, as it does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from levit.expert import Expert
 
@@ -53,57 +53,72 @@ class KnowledgeBase:
 
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
-        self._storage: list[Tensor] = []
-        self._sources: list[_Source] = []
+        self._attention = _Stack(_attention_rows, lambda expert: [expert.embed, expert.norm, expert.qkv])
+        self._vae = _Stack(_vae_rows, lambda expert: list(expert.vae.modules()))
 
     def attention(self, experts: Sequence[Expert]) -> AttentionWeights:
         """Attention weights of these experts, the first len(experts) of the model."""
-        return _attention_view(self._rows(experts)[:4], self.num_heads)
+        return _attention_view(self._attention.rows(experts), self.num_heads)
 
     def vae(self, experts: Sequence[Expert]) -> VAEWeights:
         """VAE weights of these experts, the first len(experts) of the model."""
-        return _vae_view(self._rows(experts)[4:])
+        return _vae_view(self._vae.rows(experts))
+
+
+class _Stack:
+    """Tensors derived from each expert, expert after expert in one storage; up to date whenever they are asked for.
+
+    Args:
+        derive: an expert's tensors, from its parameters and buffers.
+        sources: the modules whose parameters and buffers these are.
+    """
+
+    def __init__(self, derive: Callable[[Expert], list[Tensor]], sources: Callable[[Expert], list[nn.Module]]) -> None:
+        self.storage: list[Tensor] = []
+        self._derive = derive
+        self._sources = sources
+        self._stamps: list[_Stamp] = []
 
     @torch.compiler.disable
-    def _rows(self, experts: Sequence[Expert]) -> list[Tensor]:
+    def rows(self, experts: Sequence[Expert]) -> list[Tensor]:
+        """The derived tensors of experts 0..K-1, [K, ...] each."""
         for k, expert in enumerate(experts):
-            if k >= len(self._sources) or not self._sources[k].is_current(expert):
+            if k >= len(self._stamps) or not self._stamps[k].is_current(expert):
                 with torch.no_grad():
                     self._write(k, expert)
-        return [stack[: len(experts)] for stack in self._storage]
+        return [stack[: len(experts)] for stack in self.storage]
 
     def _write(self, k: int, expert: Expert) -> None:
-        rows = [*_attention_rows(expert), *_vae_rows(expert)]
-        kept = self._storage[0] if self._storage else None
+        rows = self._derive(expert)
+        kept = self.storage[0] if self.storage else None
         if kept is None or k >= len(kept) or kept.dtype != rows[0].dtype or kept.device != rows[0].device:
             self._make_room(k, rows)
-        for stack, row in zip(self._storage, rows, strict=True):
+        for stack, row in zip(self.storage, rows, strict=True):
             stack[k] = row
-        self._sources[k : k + 1] = [_Source(expert)]
+        self._stamps[k : k + 1] = [_Stamp(expert, self._sources(expert))]
 
     def _make_room(self, k: int, rows: list[Tensor]) -> None:
         """New storage with room for row k, of the dtype and on the device of `rows`; rows before k are kept."""
-        capacity = len(self._storage[0]) if self._storage else 0
+        capacity = len(self.storage[0]) if self.storage else 0
         if k >= capacity:
             capacity = max(4, 2 * capacity)
         grown = [row.new_empty(capacity, *row.shape) for row in rows]
-        for new, old in zip(grown, self._storage, strict=False):
+        for new, old in zip(grown, self.storage, strict=False):
             new[:k] = old[:k]
-        self._storage = grown
-        del self._sources[k:]
+        self.storage = grown
+        del self._stamps[k:]
 
 
-class _Source:
-    """Which version of an expert's tensors a packed row was made from."""
+class _Stamp:
+    """Which version of an expert's tensors a row was derived from."""
 
-    def __init__(self, expert: Expert) -> None:
+    def __init__(self, expert: Expert, modules: list[nn.Module]) -> None:
         self._expert = expert
-        modules = [expert.embed, expert.norm, expert.qkv, *expert.vae.modules()]
         self._groups = [group for module in modules for group in (module._parameters, module._buffers) if group]
-        self._stamp = self._read()
+        self._read_then = self._read()
 
     def is_current(self, expert: Expert) -> bool:
-        return expert is self._expert and self._stamp == self._read()
+        return expert is self._expert and self._read_then == self._read()
 
     def _read(self) -> list[int]:
         """Address and version of every tensor: a move changes the one, an edit raises the other."""

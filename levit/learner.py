@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from levit.expansion import latent_rule
+from levit.expansion import rule_fires
 from levit.memory import Memory
 from levit.reference import LEViT
 
@@ -22,7 +22,7 @@ class Event:
     expanded: bool
     """Whether the active expert was frozen and a new one added."""
     distances: Tensor | None
-    """D of equation 6, [K-1], where the rule was asked; else None."""
+    """What the rule looked at, [K-1]: D of equation 6, or reconstruction errors (`levit.expansion`); else None."""
     loss: float | None
     """Mean training loss over this batch's updates; None: no update yet, the memory is too small."""
 
@@ -44,7 +44,7 @@ class Learner:
         self.updates_per_batch = updates_per_batch or cfg.updates_per_batch
         self.generator = torch.Generator().manual_seed(cfg.seed)
         shape = (cfg.channels, cfg.image_size, cfg.image_size)
-        self.memory = Memory(cfg.memory_size, shape, like=model.active.embed.weight)
+        self.memory = Memory(cfg.memory_size, shape, like=model.weight)
         self._broken: str | None = None
         self._start_expert()
 
@@ -126,8 +126,8 @@ class Learner:
         distances = None
         if self.model.num_experts > 1:
             with torch.no_grad():
-                distances = self.cache.expansion_distances(self.generator)
-            if not latent_rule(distances, self.cfg.expansion_threshold):
+                distances = self.cache.statistic(self.generator)
+            if not rule_fires(distances, self.cfg.expansion_threshold):
                 self.memory.drop_oldest(batch)
                 return False, distances
         self.model.add_expert()

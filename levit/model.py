@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from levit import reference
-from levit.cache import CachedRows, KnowledgeCache, NoiseCache
+from levit.cache import CachedRows, KnowledgeCache, MemoryCache
 from levit.config import LEViTConfig
 from levit.expert import Expert
 from levit.knowledge import KnowledgeBase, attention_weights, vae_weights
 from levit.memory import Memory
-from levit.reference import patches, self_attention, tokens
+from levit.reference import features, patches
 from levit.vae import LOG_SIGMA_RANGE
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
 
@@ -48,7 +48,14 @@ class LEViT(reference.LEViT):
         """Experts 0..K-2."""
         return list(self.experts)[:-1]
 
+    @property
+    def _attention_packs(self) -> bool:
+        """Whether the experts are such as `levit_kernels.expert_attention` computes; else the reference does."""
+        return self.cfg.expert == "vit" and not self.cfg.pos_embed and not self.cfg.out_proj
+
     def features(self, images: Tensor) -> Tensor:
+        if not self._attention_packs:
+            return super().features(images)
         parts = patches(self.check_images(images), self.cfg.patch_size)
         own = expert_attention(parts, *attention_weights(self.active, self.cfg.num_heads))
         if self.num_experts > 1:
@@ -56,12 +63,16 @@ class LEViT(reference.LEViT):
         return own.transpose(0, 1)
 
     def forward_expert(self, images: Tensor, k: int) -> Tensor:
+        if not self._attention_packs:
+            return super().forward_expert(images, k)
         self.check_expert(k)
         parts = patches(self.check_images(images), self.cfg.patch_size)
         routes = torch.full((len(parts),), k, device=parts.device)
         return self._apply_heads(self._fuse_routed(parts, routes, [k]), routes, [k])
 
     def elbo_loss(self, images: Tensor) -> Tensor:
+        if self.cfg.vae != "mlp":
+            return super().elbo_loss(images)
         pixels = self.check_images(images).flatten(1)
         noise = self._route_noise()
         losses = elbo_loss(pixels, *vae_weights(self.active), self.cfg.beta, noise)
@@ -71,7 +82,8 @@ class LEViT(reference.LEViT):
 
     def forward(self, images: Tensor) -> Tensor:
         images = self.check_images(images)
-        return torch.cat([self._forward_chunk(chunk) for chunk in images.split(CHUNK)])
+        evaluate = self._forward_chunk if self._attention_packs else super().forward
+        return torch.cat([evaluate(chunk) for chunk in images.split(CHUNK)])
 
     def expansion_distances(
         self,
@@ -89,6 +101,8 @@ class LEViT(reference.LEViT):
             return query.new_empty(0)
         if noise is None:
             noise = self.frozen_noise(torch.arange(len(images), device=images.device))
+        if self.cfg.vae != "mlp":
+            return latent_distance(self.frozen_codes(images, noise), query)
         return expansion_distances(images.flatten(1), self.knowledge.vae(self.frozen).encoder, query, noise)
 
     def training_loss(
@@ -100,18 +114,22 @@ class LEViT(reference.LEViT):
     ) -> Tensor:
         """As the reference's; `cache` holds stored features of the frozen experts for these images."""
         images = self.check_training_batch(images, labels)
-        parts = patches(images, self.cfg.patch_size)
-        own = self_attention(self.active, tokens(self.active, parts, batch_statistics=True), self.cfg.num_heads)
-        logits = self.active.head(self._fuse_training(parts, own, cache), batch_statistics=True)
+        own = features(self.active, images, self.cfg, batch_statistics=True)
+        logits = self.active.head(self._fuse_training(images, own, cache), batch_statistics=True)
         return F.cross_entropy(logits, labels) + self._vae_training_loss(images, generator)
 
     def frozen_features(self, images: Tensor) -> Tensor:
         """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E]."""
+        if not self._attention_packs:
+            return torch.stack([features(expert, images, self.cfg) for expert in self.frozen], dim=1)
         parts = patches(images, self.cfg.patch_size)
         return expert_attention(parts, *self.knowledge.attention(self.frozen)).transpose(0, 1)
 
     def frozen_codes(self, images: Tensor, noise: Tensor) -> Tensor:
         """Sampled codes μ + σε of the frozen VAEs: [B, C, S, S] and ε [K-1, B, L] → [K-1, B, L]."""
+        if self.cfg.vae != "mlp":
+            encoded = [expert.vae.encode(images) for expert in self.frozen]
+            return torch.stack([mu + log_sigma.exp() * e for (mu, log_sigma), e in zip(encoded, noise, strict=True)])
         w1, b1, w2, b2, w_mu, b_mu, w_log_sigma, b_log_sigma = self.knowledge.vae(self.frozen).encoder
         hidden = torch.tanh(images.flatten(1) @ w1 + b1[:, None])
         hidden = torch.tanh(torch.baddbmm(b2[:, None], hidden, w2))
@@ -121,8 +139,8 @@ class LEViT(reference.LEViT):
     def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.active.parameters(), lr=learning_rate, fused=True)
 
-    def new_cache(self, memory: Memory) -> NoiseCache:
-        return NoiseCache(self, memory) if self.cfg.cache == "off" else KnowledgeCache(self, memory)
+    def new_cache(self, memory: Memory) -> MemoryCache:
+        return MemoryCache(self, memory) if self.cfg.cache == "off" else KnowledgeCache(self, memory)
 
     def tell_once(self, message: str) -> None:
         """Warn of something that stays true for the rest of this model's life."""
@@ -143,23 +161,32 @@ class LEViT(reference.LEViT):
 
     def _fuse_routed(self, parts: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
         """Equation 8 for images routed to the experts in `chosen`; experts beyond an image's own are not evaluated."""
+        own_only = self.cfg.gating == "none"
+        table = parts.new_zeros(self.num_experts, self.num_experts, 1 if own_only else self.cfg.gates_per_expert)
+        for k in chosen if not own_only else ():
+            gates = self.gates(k)
+            if len(gates):
+                table[k, : len(gates)] = gates.view(len(gates), -1)
+        if not own_only and self.cfg.fusion == "sum":
+            return self._mix(parts, routes, chosen, table)
+        own = torch.eye(self.num_experts, dtype=parts.dtype, device=parts.device)[:, :, None]
+        fused = self._mix(parts, routes, chosen, own)
+        return fused if own_only else torch.cat([fused, self._mix(parts, routes, chosen, table)], dim=-1)
+
+    def _mix(self, parts: Tensor, routes: Tensor, chosen: list[int], table: Tensor) -> Tensor:
+        """Σ_j table[route, j] · MHSA_j for every image, table [K, K, 1 or H]: [B, N, P²C] → [B, N, E]."""
         last = self.num_experts - 1
         needed = min(max(chosen, default=-1) + 1, last)
-        per_expert = self.cfg.num_heads if self.cfg.gate_per == "head" and self.cfg.gating == "learned" else 1
-        table = parts.new_zeros(last + 1, last + 1, per_expert)
-        for k in chosen:
-            table[k, : k + 1] = self.gates(k).view(k + 1, -1)
         gates = table[routes]
         if needed:
-            frozen = self.knowledge.attention(self.frozen[:needed])
-            fused = expert_attention(parts, *frozen, gates=gates[:, :needed])
+            mixed = expert_attention(parts, *self.knowledge.attention(self.frozen[:needed]), gates=gates[:, :needed])
         else:
-            fused = parts.new_zeros(*parts.shape[:2], self.cfg.feature_dim)
-        if last not in chosen:
-            return fused
+            mixed = parts.new_zeros(*parts.shape[:2], self.cfg.feature_dim)
+        if last not in chosen or not table[last, last].any():
+            return mixed
         rows = (routes == last).nonzero().squeeze(1)
         own = attention_weights(self.active, self.cfg.num_heads)
-        return fused.index_add(0, rows, expert_attention(parts[rows], *own, gates=gates[rows, last:]))
+        return mixed.index_add(0, rows, expert_attention(parts[rows], *own, gates=gates[rows, last:]))
 
     def _apply_heads(self, fused: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
         """Equation 9: each image through the head of its own expert."""
@@ -169,13 +196,18 @@ class LEViT(reference.LEViT):
             logits[rows] = self.experts[k].head(fused[rows])
         return logits
 
-    def _fuse_training(self, parts: Tensor, own: Tensor, cache: CachedRows | None) -> Tensor:
-        """Equation 8 in training: gated features of the frozen experts, stored or recomputed, plus the active one's."""
-        gates = self.gates(self.num_experts - 1)
-        own = (own.unflatten(-1, (gates[-1].numel(), -1)) * gates[-1].view(-1, 1)).flatten(-2)
-        if self.num_experts == 1 or self.cfg.gating == "none":
+    def _fuse_training(self, images: Tensor, own: Tensor, cache: CachedRows | None) -> Tensor:
+        """Equation 8 in training: gated features of the frozen experts, stored or recomputed, and the active one's."""
+        if self.cfg.gating == "none":
             return own
-        if cache is not None:
-            return dkf_fuse(cache.features, gates[:-1], cache.index) + own
-        frozen = expert_attention(parts, *self.knowledge.attention(self.frozen)).transpose(0, 1)
-        return dkf_fuse(frozen, gates[:-1]) + own
+        gates = self.gates(self.num_experts - 1)
+        if self.cfg.fusion == "sum":
+            gates, own_gate = gates[:-1], gates[-1]
+            own = (own.unflatten(-1, (own_gate.numel(), -1)) * own_gate.view(-1, 1)).flatten(-2)
+        if self.num_experts == 1:
+            transferred = torch.zeros_like(own)
+        elif cache is not None:
+            transferred = dkf_fuse(cache.features, gates, cache.index)
+        else:
+            transferred = dkf_fuse(self.frozen_features(images), gates)
+        return own + transferred if self.cfg.fusion == "sum" else torch.cat([own, transferred], dim=-1)

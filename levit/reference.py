@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from levit.cache import NoiseCache
+from levit.cache import MemoryCache
 from levit.config import LEViTConfig
 from levit.expert import NEGATIVE_SLOPE, Expert, linear_norm
 from levit.memory import Memory
@@ -46,7 +46,21 @@ def self_attention(expert: Expert, z: Tensor, num_heads: int) -> Tensor:
     return torch.cat([attention_head(*head) for head in heads], dim=-1)
 
 
-def fuse(features: Tensor, gates: Tensor) -> Tensor:
+def features(expert: Expert, images: Tensor, cfg: LEViTConfig, batch_statistics: bool = False) -> Tensor:
+    """What expert k makes of images before fusion, MHSA_k(z_k) or the MLP's output: [B, C, S, S] → [B, N, E]."""
+    if cfg.expert == "dnn":
+        hidden = images.flatten(1)
+        for layer in expert.hidden:
+            hidden = F.leaky_relu(layer(hidden), NEGATIVE_SLOPE)
+        return hidden[:, None]
+    z = tokens(expert, patches(images, cfg.patch_size), batch_statistics)
+    if cfg.pos_embed:
+        z = z + expert.position
+    attended = self_attention(expert, z, cfg.num_heads)
+    return expert.out_proj(attended) if cfg.out_proj else attended
+
+
+def gated_sum(features: Tensor, gates: Tensor) -> Tensor:
     """Equation 8: Σ_j g_j · MHSA_j, features [B, K, N, E] and gates [K] or [K, H] → [B, N, E]."""
     gates = gates[:, None] if gates.dim() == 1 else gates
     per_channel = gates.repeat_interleave(features.shape[-1] // gates.shape[1], dim=1)
@@ -80,32 +94,47 @@ class LEViT(nn.Module):
         """The expert in training."""
         return self.experts[-1]
 
+    @property
+    def weight(self) -> Tensor:
+        """One of the parameters, for the dtype and device of them all."""
+        return self.active.head.out.weight
+
     def add_expert(self) -> None:
         """Freeze the active expert for good and append a fresh one, which becomes the active one."""
         self.active.freeze()
-        self.experts.append(Expert.create(self.cfg, self.num_experts, like=self.active.embed.weight))
+        self.experts.append(Expert.create(self.cfg, self.num_experts, like=self.weight))
 
     def gates(self, k: int) -> Tensor:
-        """Equation 7: g of expert k over experts 0..k, [k + 1] or [k + 1, H]; constant 1/K where gating is fixed."""
-        expert = self.experts[k]
-        if self.cfg.gating == "learned":
-            return torch.softmax(expert.gates, dim=0)
-        own = expert.embed.weight
-        if self.cfg.gating == "fixed":
-            return own.new_full((k + 1,), 1 / (k + 1))
-        return F.one_hot(torch.tensor(k, device=own.device), k + 1).to(own.dtype)
+        """Equation 7: g of expert k over the experts that it gates, [n] or [n, H]; constant 1/n where gating is fixed.
+
+        n is k + 1, or k where fusion is `concat`: the own features are not gated then. Without transfer there are no
+        gates, n = 0.
+        """
+        count = 0 if self.cfg.gating == "none" else k + 1 if self.cfg.fusion == "sum" else k
+        if self.cfg.gating == "learned" and count:
+            return torch.softmax(self.experts[k].gates, dim=0)
+        return self.weight.new_full((count,), 1 / max(count, 1))
 
     def features(self, images: Tensor) -> Tensor:
         """Every expert's MHSA_k(z_k), each with its own patch embedding: [B, C, S, S] → [B, K, N, E]."""
-        parts = patches(self.check_images(images), self.cfg.patch_size)
-        return torch.stack([self._expert_features(k, parts) for k in range(self.num_experts)], dim=1)
+        images = self.check_images(images)
+        return torch.stack([features(expert, images, self.cfg) for expert in self.experts], dim=1)
 
     def forward_expert(self, images: Tensor, k: int) -> Tensor:
         """Equations 1-9 for expert k (0-based): [B, C, S, S] → logits [B, num_classes]."""
         self.check_expert(k)
-        parts = patches(self.check_images(images), self.cfg.patch_size)
-        features = torch.stack([self._expert_features(j, parts) for j in range(k + 1)], dim=1)
-        return self.experts[k].head(fuse(features, self.gates(k)))
+        images = self.check_images(images)
+        evaluated = torch.stack([features(expert, images, self.cfg) for expert in self.experts[: k + 1]], dim=1)
+        return self.experts[k].head(self.fuse(evaluated))
+
+    def fuse(self, evaluated: Tensor) -> Tensor:
+        """Equation 8 for expert k, the last whose features are given: [B, k + 1, N, E] → M̃ [B, N, E or 2·E]."""
+        own, gates = evaluated[:, -1], self.gates(evaluated.shape[1] - 1)
+        if self.cfg.gating == "none":
+            return own
+        if self.cfg.fusion == "concat":
+            return torch.cat([own, gated_sum(evaluated[:, :-1], gates)], dim=-1)
+        return gated_sum(evaluated, gates)
 
     def elbo_loss(self, images: Tensor) -> Tensor:
         """VAE loss of every image under every expert, [B, C, S, S] → [B, K].
@@ -125,12 +154,12 @@ class LEViT(nn.Module):
         """Equation 9, routed per sample: expert k*(x) with its own gates; [B, C, S, S] → logits [B, num_classes]."""
         images = self.check_images(images)
         routes = self.route(images)
-        features = self.features(images)
-        logits = features.new_empty(len(images), self.cfg.num_classes)
+        evaluated = self.features(images)
+        logits = evaluated.new_empty(len(images), self.cfg.num_classes)
         for k in range(self.num_experts):
             rows = (routes == k).nonzero().squeeze(1)
             if len(rows):
-                logits[rows] = self.experts[k].head(fuse(features[rows, : k + 1], self.gates(k)))
+                logits[rows] = self.experts[k].head(self.fuse(evaluated[rows, : k + 1]))
         return logits
 
     def expansion_distances(
@@ -156,6 +185,12 @@ class LEViT(nn.Module):
             distances.append((mu + log_sigma.exp() * epsilon - query).norm(dim=1).mean())
         return torch.stack(distances) if distances else query.new_empty(0)
 
+    def reconstruction_errors(self, images: Tensor) -> Tensor:
+        """Rule `energy`: every frozen VAE's reconstruction error of every image, [M, C, S, S] → [K-1, M]."""
+        images = self.check_images(images)
+        errors = [expert.vae.reconstruction_error(images) for expert in self.experts[:-1]]
+        return torch.stack(errors) if errors else images.new_empty(0, len(images))
+
     def training_loss(
         self, images: Tensor, labels: Tensor, cache: Any = None, generator: torch.Generator | None = None
     ) -> Tensor:
@@ -170,30 +205,28 @@ class LEViT(nn.Module):
             generator: draws the VAE's ε.
         """
         images = self.check_training_batch(images, labels)
-        parts = patches(images, self.cfg.patch_size)
-        own = self_attention(self.active, tokens(self.active, parts, batch_statistics=True), self.cfg.num_heads)
+        own = features(self.active, images, self.cfg, batch_statistics=True)
         with torch.no_grad():
-            frozen = [self._expert_features(j, parts) for j in range(self.num_experts - 1)]
-        fused = fuse(torch.stack([*frozen, own], dim=1), self.gates(self.num_experts - 1))
-        logits = self.active.head(fused, batch_statistics=True)
+            frozen = [features(expert, images, self.cfg) for expert in self.experts[:-1]]
+        logits = self.active.head(self.fuse(torch.stack([*frozen, own], dim=1)), batch_statistics=True)
         return F.cross_entropy(logits, labels) + self._vae_training_loss(images, generator)
 
     def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         """Adam [P] over the active expert's parameters, its gates and its head."""
         return torch.optim.Adam(self.active.parameters(), lr=learning_rate)
 
-    def new_cache(self, memory: Memory) -> NoiseCache:
+    def new_cache(self, memory: Memory) -> MemoryCache:
         """What the memory keeps beside each image for the present frozen experts."""
-        return NoiseCache(self, memory)
+        return MemoryCache(self, memory)
 
     def frozen_noise(self, positions: Tensor) -> Tensor:
         """ε of every frozen VAE's code for images at these positions of the stream: [M] int64 → [K-1, M, L]."""
         frozen = torch.arange(self.num_experts - 1, device=positions.device)
-        return position_noise(self.cfg.seed, frozen, positions, self.cfg.latent_dim, self.active.embed.weight.dtype)
+        return position_noise(self.cfg.seed, frozen, positions, self.cfg.latent_dim, self.weight.dtype)
 
     def check_images(self, images: Tensor) -> Tensor:
         """The images in the model's dtype ([0, 255] uint8 becomes [0, 1]), or `TypeError`/`ValueError`."""
-        weight = self.active.embed.weight
+        weight = self.weight
         if not isinstance(images, Tensor):
             raise TypeError(f"images: expected a tensor, got {type(images).__name__}")
         shape = (self.cfg.channels, self.cfg.image_size, self.cfg.image_size)
@@ -240,7 +273,7 @@ class LEViT(nn.Module):
         if not numbers or numbers != set(range(len(numbers))):
             raise ValueError(f"state_dict: expected keys of experts 0, 1, …, got experts {sorted(numbers)}")
         kept = min(len(numbers), self.num_experts)
-        like = self.active.embed.weight
+        like = self.weight
         experts = nn.ModuleList([Expert.create(self.cfg, k, like) for k in range(kept, len(numbers))])
         experts = nn.ModuleList([*self.experts[:kept], *experts])
         self._check_state({f"experts.{key}": value for key, value in experts.state_dict().items()}, state_dict, strict)
@@ -268,10 +301,6 @@ class LEViT(nn.Module):
         if extra and strict:
             raise ValueError(f"state_dict: {extra[0]} is not a key of this model")
 
-    def _expert_features(self, k: int, parts: Tensor) -> Tensor:
-        """Equations 2-4 of expert k in evaluation: patches [B, N, P²C] → [B, N, E]."""
-        return self_attention(self.experts[k], tokens(self.experts[k], parts), self.cfg.num_heads)
-
     def _active_codes(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
         """A fresh sample of the active VAE's codes, [M, C, S, S] → [M, L]."""
         mu, log_sigma = self.active.vae.encode(images)
@@ -285,7 +314,7 @@ class LEViT(nn.Module):
         """The fixed ε [S, L] of sampled routing; None where the mean code is taken."""
         if not self.cfg.route_samples:
             return None
-        like = self.active.embed.weight
+        like = self.weight
         return fixed_noise(self.cfg.seed, self.cfg.route_samples, self.cfg.latent_dim, like.dtype, like.device)
 
 

@@ -107,7 +107,6 @@ def train(
         config = _description(cfg, options, stream, preset, command)
         if run.exists:
             _check_same(run, config)
-        torch.manual_seed(cfg.seed)
         model, learner = METHODS[options.method].build(cfg, device)
         training = _Training(run, options, config, stream, model, learner, device)
         if run.exists:

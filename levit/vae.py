@@ -8,11 +8,59 @@ from torch import Tensor, nn
 
 from levit.config import LEViTConfig
 
+NEGATIVE_SLOPE = 0.2
+"""Slope of every LeakyReLU below zero [C]."""
+
 LOG_SIGMA_RANGE = (-8.0, 4.0)
 """log σ is clamped to this range, so that neither σ nor the loss can overflow [D]."""
 
 
-class MLPVAE(nn.Module):
+def build_vae(cfg: LEViTConfig) -> VAE:
+    """The VAE that the configuration asks for."""
+    return MLPVAE(cfg) if cfg.vae == "mlp" else ConvVAE(cfg)
+
+
+class VAE(nn.Module):
+    """What every VAE has in common: codes N(μ, σ²), and a loss per image. Subclasses encode and decode."""
+
+    beta: float
+
+    def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Images [B, C, S, S] → the code's mean μ and log standard deviation, [B, L] each."""
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes [..., L] → reconstructed pixels [..., F]."""
+        raise NotImplementedError
+
+    def target(self, images: Tensor) -> Tensor:
+        """The pixels that a reconstruction is compared with: [B, C, S, S] → [B, F]."""
+        return images.flatten(1)
+
+    def loss(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """VAE loss per image: Σ_pixels (x̂ − x)² + β·KL(q ‖ N(0, I)) [P].
+
+        Args:
+            images: [B, C, S, S].
+            noise: ε of the codes μ + σε: [B, L] one draw per image, or [S, 1, L] the same S draws for every image,
+                over which the loss is averaged; None takes the mean code.
+
+        Returns:
+            [B].
+        """
+        mu, log_sigma = self.encode(images)
+        codes = mu if noise is None else mu + log_sigma.exp() * noise
+        error = (self.decode(codes) - self.target(images)).square().sum(-1)
+        if error.dim() == 2:
+            error = error.mean(0)
+        return error + self.beta * kl_divergence(mu, log_sigma)
+
+    def reconstruction_error(self, images: Tensor) -> Tensor:
+        """Σ_pixels (x̂ − x)² at the mean code, [B, C, S, S] → [B]: what rule `energy` looks at."""
+        return (self.decode(self.encode(images)[0]) - self.target(images)).square().sum(-1)
+
+
+class MLPVAE(VAE):
     """F → h1 tanh → h2 tanh → (μ, log σ); L → h1 tanh → h2 ReLU → F linear, over images flattened C, H, W [C]."""
 
     def __init__(self, cfg: LEViTConfig) -> None:
@@ -28,34 +76,63 @@ class MLPVAE(nn.Module):
         )
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Images [B, C, S, S] → the code's mean μ and log standard deviation, [B, L] each."""
         hidden = images.flatten(1)
         for layer in self.encoder:
             hidden = torch.tanh(layer(hidden))
         return self.mu(hidden), self.log_sigma(hidden).clamp(*LOG_SIGMA_RANGE)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes [..., L] → reconstructed pixels [..., F]."""
         to_first, to_second, to_pixels = self.decoder
         return to_pixels(F.relu(to_second(torch.tanh(to_first(codes)))))
 
-    def loss(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """VAE loss per image: Σ_pixels (x̂ − x)² + β·KL(q ‖ N(0, I)) [P].
 
-        Args:
-            images: [B, C, S, S].
-            noise: ε of the codes μ + σε: [B, L] one draw per image, or [S, 1, L] the same S draws for every image,
-                over which the loss is averaged; None takes the mean code.
+class ConvVAE(VAE):
+    """Convolutions over 32×32 images; other sizes are resized, for the VAE only [D].
 
-        Returns:
-            [B].
-        """
-        mu, log_sigma = self.encode(images)
-        codes = mu if noise is None else mu + log_sigma.exp() * noise
-        error = (self.decode(codes) - images.flatten(1)).square().sum(-1)
-        if error.dim() == 2:
-            error = error.mean(0)
-        return error + self.beta * kl_divergence(mu, log_sigma)
+    Four 3×3 stride-2 convolutions 64-128-256-512, flattened 2048 → 1024 → (μ, log σ); L → 512·2·2, then transposed
+    4×4 stride-2 convolutions 512-256-128-C; LeakyReLU between, linear out [P, strides D].
+    """
+
+    SIDE = 32
+    CHANNELS = (64, 128, 256, 512)
+
+    def __init__(self, cfg: LEViTConfig) -> None:
+        super().__init__()
+        self.beta = cfg.beta
+        widths = (cfg.channels, *self.CHANNELS)
+        deepest = self.CHANNELS[-1]
+        self.encoder = nn.ModuleList(
+            nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in zip(widths, widths[1:], strict=False)
+        )
+        self.hidden = nn.Linear(deepest * 2 * 2, 1024)
+        self.mu = nn.Linear(1024, cfg.latent_dim)
+        self.log_sigma = nn.Linear(1024, cfg.latent_dim)
+        self.from_code = nn.Linear(cfg.latent_dim, deepest * 2 * 2)
+        widths = (deepest, 512, 256, 128, cfg.channels)
+        self.decoder = nn.ModuleList(
+            nn.ConvTranspose2d(a, b, 4, stride=2, padding=1) for a, b in zip(widths, widths[1:], strict=False)
+        )
+
+    def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self._resized(images)
+        for layer in self.encoder:
+            hidden = F.leaky_relu(layer(hidden), NEGATIVE_SLOPE)
+        hidden = F.leaky_relu(self.hidden(hidden.flatten(1)), NEGATIVE_SLOPE)
+        return self.mu(hidden), self.log_sigma(hidden).clamp(*LOG_SIGMA_RANGE)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        pixels = F.leaky_relu(self.from_code(codes.flatten(0, -2)), NEGATIVE_SLOPE).unflatten(1, (-1, 2, 2))
+        for layer in self.decoder[:-1]:
+            pixels = F.leaky_relu(layer(pixels), NEGATIVE_SLOPE)
+        return self.decoder[-1](pixels).flatten(1).unflatten(0, codes.shape[:-1])
+
+    def target(self, images: Tensor) -> Tensor:
+        return self._resized(images).flatten(1)
+
+    def _resized(self, images: Tensor) -> Tensor:
+        if images.shape[-1] == self.SIDE:
+            return images
+        return F.interpolate(images, (self.SIDE, self.SIDE), mode="bilinear", align_corners=False)
 
 
 def kl_divergence(mu: Tensor, log_sigma: Tensor) -> Tensor:

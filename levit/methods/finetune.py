@@ -12,7 +12,7 @@ from torch import Tensor
 
 from levit.config import LEViTConfig
 from levit.learner import Event
-from levit.reference import LEViT, patches, self_attention, tokens
+from levit.reference import LEViT, features
 
 
 class Finetune:
@@ -58,11 +58,10 @@ class Finetune:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _training_logits(self, images: Tensor) -> Tensor:
-        cfg, expert = self.model.cfg, self.model.active
         # One image has no batch statistics: the running ones serve, and its features would else all become zero.
         batch_statistics = len(images) > 1
-        z = tokens(expert, patches(images, cfg.patch_size), batch_statistics)
-        return expert.head(self_attention(expert, z, cfg.num_heads), batch_statistics)
+        expert = self.model.active
+        return expert.head(features(expert, images, self.model.cfg, batch_statistics), batch_statistics)
 
 
 def single_expert(cfg: LEViTConfig) -> LEViT:

@@ -15,7 +15,7 @@ CAPTIONS = {
     "accuracy.png": "Accuracy and experts over the stream; below, the expansion rule's statistic and its threshold.",
     "matrix.png": "Accuracy on each experience's test images (columns) after each experience (rows).",
     "gates.png": "Gates: how much each expert's classifier (row) takes of each expert's features (column).",
-    "samples.png": "Images drawn from each expert's autoencoder, one row per expert.",
+    "samples.png": "Images drawn from each expert's autoencoder, one row per expert, 0 the oldest.",
 }
 
 STYLE = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def accuracy_plot(
         panels[1].plot(*_columns(checks, "min_distance"), ".", markersize=4, color=BLUE, label="smallest distance")
         panels[1].plot(*_columns(checks, "threshold"), color=ORANGE, label="threshold")
         panels[1].set(ylabel="expansion rule")
-        panels[1].legend(loc="upper right")
+        panels[1].legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     for panel in panels:
         panel.grid(alpha=0.3)
         for change in ends[:-1]:
@@ -76,38 +77,39 @@ def accuracy_plot(
 def matrix_plot(matrix: Sequence[Sequence[float] | None]) -> Figure:
     """The accuracy matrix as a heat map, in percent."""
     values = np.array([row or [np.nan] * len(matrix) for row in matrix], dtype=float)
-    return _heat_map(100 * values, "{:.0f}", "accuracy %", "test images of experience", "after experience", top=100)
+    columns, rows = "test images of experience", "after experience"
+    return _heat_map(100 * values, "{:.0f}", "accuracy %", columns, rows, top=100, first=1)
 
 
 def gates_plot(model: nn.Module) -> Figure:
-    """The gates g_k of every expert k (row) over the experts j ≤ k (columns), averaged over heads."""
+    """The gates g_k of every expert k (row) over the experts that it gates (columns), averaged over heads."""
     count = model.num_experts
     values = np.full((count, count), np.nan)
     for k in range(count):
         gates = model.gates(k).detach().cpu()
-        values[k, : k + 1] = gates.reshape(k + 1, -1).mean(1)
-    return _heat_map(values, "{:.2f}", "gate", "features of expert", "classifier of expert", top=1)
+        values[k, : len(gates)] = gates if gates.dim() == 1 else gates.mean(1)
+    return _heat_map(values, "{:.2f}", "gate", "features of expert", "classifier of expert", top=1, first=0)
 
 
 def samples_plot(model: nn.Module, columns: int = 10) -> Figure:
     """Images drawn from each expert's VAE, one row per expert: what the expert believes its data to be."""
     cfg, count = model.cfg, model.num_experts
     codes = torch.randn(columns, cfg.latent_dim, generator=torch.Generator().manual_seed(0))
-    like = model.active.embed.weight
     figure = Figure(figsize=(0.7 * columns + 0.6, 0.72 * count + 0.3), layout="constrained")
     panels = figure.subplots(count, columns, squeeze=False)
     for k, row in enumerate(panels):
         with torch.no_grad():
-            images = model.experts[k].vae.decode(codes.to(like)).clamp(0, 1).cpu()
-        images = images.view(columns, cfg.channels, cfg.image_size, cfg.image_size).permute(0, 2, 3, 1)
+            images = model.experts[k].vae.decode(codes.to(model.weight)).clamp(0, 1).cpu()
+        side = math.isqrt(images.shape[1] // cfg.channels)  # a VAE may work at a size of its own
+        images = images.view(columns, cfg.channels, side, side).permute(0, 2, 3, 1)
         for panel, image in zip(row, images.numpy(), strict=True):
             panel.imshow(image.squeeze(-1) if cfg.channels == 1 else image, cmap="gray", vmin=0, vmax=1)
             panel.set(xticks=[], yticks=[])
-        row[0].set_ylabel(str(k + 1), rotation=0, ha="right", va="center")
+        row[0].set_ylabel(str(k), rotation=0, ha="right", va="center")
     return figure
 
 
-def _heat_map(values: np.ndarray, form: str, what: str, columns: str, rows: str, top: float) -> Figure:
+def _heat_map(values: np.ndarray, form: str, what: str, columns: str, rows: str, top: float, first: int) -> Figure:
     count = len(values)
     side = 2 + 0.42 * count
     figure = Figure(figsize=(side + 1.6, side), layout="constrained")
@@ -115,7 +117,7 @@ def _heat_map(values: np.ndarray, form: str, what: str, columns: str, rows: str,
     image = panel.imshow(values, cmap="Blues", vmin=0, vmax=top)
     figure.colorbar(image, label=what, shrink=0.8)
     step = 1 + count // 20
-    names = [str(i + 1) for i in range(0, count, step)]
+    names = [str(i + first) for i in range(0, count, step)]
     panel.set_xticks(range(0, count, step), names)
     panel.set_yticks(range(0, count, step), names)
     panel.set(xlabel=columns, ylabel=rows)

@@ -20,7 +20,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "updates_per_sample": ("updates/image", lambda v: f"{v:.2f}"),
     "parameters": ("parameters", lambda v: f"{v / 1e6:.2f} M"),
     "seconds_per_thousand_images": ("s/1000 images", lambda v: f"{v:.1f}"),
-    "peak_memory_mib": ("MiB", lambda v: f"{v:.0f}"),
+    "peak_memory_mib": ("peak MiB", lambda v: f"{v:.0f}"),
 }
 """Fields of results.json that the table shows: heading and format. Definitions: `levit.metrics`."""
 
@@ -45,7 +45,8 @@ def result_table(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) ->
 def matrix_table(results: Mapping[str, Any]) -> Table:
     """The accuracy matrix in percent: rows after each experience, columns the experiences' test images."""
     matrix = results["accuracy_matrix"]
-    table = Table(title="Accuracy % on each experience's test images", title_justify="left")
+    title = "Accuracy % on each experience's test images"
+    table = Table(title=title, title_justify="left", min_width=len(title))
     table.add_column("after")
     for j in range(len(matrix)):
         table.add_column(str(j + 1), justify="right")

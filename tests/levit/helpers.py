@@ -4,6 +4,21 @@ import torch
 
 import levit
 
+VARIANTS = {
+    "dkf": {},
+    "dkf-per-head": {"gate_per": "head"},
+    "dkf-fixed": {"gating": "fixed"},
+    "no-dkf": {"gating": "none"},
+    "concat": {"fusion": "concat"},
+    "concat-per-head": {"fusion": "concat", "gate_per": "head"},
+    "concat-fixed": {"fusion": "concat", "gating": "fixed"},
+    "dnn": {"expert": "dnn", "dnn_width": 10, "head_hidden": ()},
+    "dnn-concat": {"expert": "dnn", "dnn_width": 10, "head_hidden": (), "fusion": "concat"},
+    "options": {"pos_embed": True, "out_proj": True},
+    "energy": {"criterion": "energy", "energy_threshold": 26.0},
+}
+"""Every way to build an expert and to fuse, as overrides of `small_config`."""
+
 
 def small_config(**overrides):
     """A model that is quick in float64, of sizes that no kernel likes: 9 tokens, odd widths, two hidden layers."""

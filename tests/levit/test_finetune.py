@@ -64,6 +64,14 @@ def test_a_step_is_adam_on_the_cross_entropy_of_this_batch():
             torch.testing.assert_close(state[name], expected, rtol=1e-7, atol=1e-10, msg=name)
 
 
+@pytest.mark.parametrize("variant", [dict(expert="dnn"), dict(pos_embed=True, out_proj=True), dict(fusion="concat")])
+def test_learns_with_every_kind_of_expert(variant):
+    learner = make(learning_rate=0.01, **variant)
+    images, labels = random_images(learner.model.cfg, 6), random_labels(learner.model.cfg, 6)
+    losses = [learner.observe(images, labels).loss for _ in range(20)]
+    assert losses[-1] < losses[0] / 2
+
+
 def test_the_vae_is_never_trained_and_no_expert_is_added():
     learner = make()
     before = copy.deepcopy(learner.model.active.vae.state_dict())

@@ -4,18 +4,12 @@ import copy
 
 import pytest
 import torch
-from helpers import build, random_images, random_labels, small_config
+from helpers import VARIANTS, build, random_images, random_labels, small_config
 
 import levit
 import levit_kernels
 
-VARIANTS = {
-    "dkf": {},
-    "dkf-per-head": {"gate_per": "head"},
-    "dkf-fixed": {"gating": "fixed"},
-    "no-dkf": {"gating": "none"},
-    "sampled-routing": {"route_samples": 3},
-}
+VARIANTS = VARIANTS | {"sampled-routing": {"route_samples": 3}}
 
 
 def pair(cfg, experts, dtype=torch.float64):
@@ -50,6 +44,16 @@ def test_evaluation_agrees(variant, experts):
         distances = [m.expansion_distances(images, g) for m, g in zip((fused, reference), generators, strict=True)]
         close(*distances)
         assert distances[0].shape == (experts - 1,)
+
+
+def test_evaluation_agrees_with_a_conv_vae():
+    reference, fused = pair(small_config(vae="conv", route_samples=2), 2, torch.float32)
+    images = random_images(fused.cfg, 3, torch.float32)
+    with torch.no_grad():
+        close(fused.elbo_loss(images), reference.elbo_loss(images), 1e-5)
+        close(fused(images), reference(images), 1e-4)
+        generators = (torch.Generator().manual_seed(1) for _ in range(2))
+        close(*(m.expansion_distances(images, g) for m, g in zip((fused, reference), generators, strict=True)), 1e-5)
 
 
 @pytest.mark.parametrize("experts", [1, 2, 5])
@@ -252,7 +256,9 @@ def test_knowledge_base_grows_by_doubling():
         for _ in range(40):
             model.add_expert()
             model.features(random_images(model.cfg, 1))
-            addresses.add((len(model.knowledge._storage[0]), model.knowledge._storage[0].data_ptr()))
+            addresses.add(
+                (len(model.knowledge._attention.storage[0]), model.knowledge._attention.storage[0].data_ptr())
+            )
     assert sorted(capacity for capacity, _ in addresses) == [4, 8, 16, 32, 64]
 
 

@@ -4,19 +4,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import build, random_images, random_labels, small_config
+from helpers import VARIANTS, build, random_images, random_labels, small_config
 from oracle import Oracle
 
 from levit import reference
 from levit.noise import fixed_noise, position_noise
 
 EXPERTS = 3
-VARIANTS = {
-    "dkf": {},
-    "dkf-per-head": {"gate_per": "head"},
-    "dkf-fixed": {"gating": "fixed"},
-    "no-dkf": {"gating": "none"},
-}
 
 
 @pytest.fixture(params=VARIANTS, ids=str)
@@ -38,12 +32,17 @@ def test_equation_1_patches(model, images):
     close(reference.patches(images, model.cfg.patch_size), expected)
 
 
+vision_only = pytest.mark.parametrize("model", [name for name in VARIANTS if "dnn" not in name], indirect=True)
+
+
+@vision_only
 def test_equation_2_tokens(model, images):
     parts = reference.patches(images, model.cfg.patch_size)
     for k in range(EXPERTS):
         close(reference.tokens(model.experts[k], parts), Oracle(model).tokens(k, images.numpy()))
 
 
+@vision_only
 def test_equation_2_tokens_with_batch_statistics(model, images):
     oracle, parts = Oracle(model), reference.patches(images, model.cfg.patch_size)
     close(reference.tokens(model.active, parts, batch_statistics=True), oracle.tokens(2, images.numpy(), True))
@@ -66,9 +65,14 @@ def test_equation_7_gates_start_uniform():
     close(model.gates(2), np.full(3, 1 / 3))
 
 
+CONV = dict(vae="conv", image_size=32, patch_size=8, latent_dim=4)
+
+
+@pytest.mark.parametrize("vae", ["mlp", "conv"])
 @pytest.mark.parametrize("draws", [0, 3])
-def test_vae_loss_and_route(draws):
-    model = build(reference.LEViT, small_config(route_samples=draws), EXPERTS)
+def test_vae_loss_and_route(draws, vae):
+    overrides = CONV if vae == "conv" else {}
+    model = build(reference.LEViT, small_config(route_samples=draws, **overrides), EXPERTS)
     images, oracle = random_images(model.cfg, 6), Oracle(model)
     noise = np.zeros((1, 4))
     if draws:
@@ -78,6 +82,21 @@ def test_vae_loss_and_route(draws):
     )
     close(model.elbo_loss(images), expected)
     np.testing.assert_array_equal(model.route(images).numpy(), expected.argmin(1))
+
+
+def test_conv_vae_resizes_for_itself_only():
+    model = build(reference.LEViT, small_config(vae="conv"), 2)
+    images = random_images(model.cfg, 3)
+    larger = F.interpolate(images, (32, 32), mode="bilinear", align_corners=False).numpy()
+    close(model.elbo_loss(images)[:, 1], Oracle(model).vae_loss(1, larger, np.zeros((3, 4))))
+    assert model.features(images).shape == (3, 2, 9, 15)
+
+
+def test_energy_rule_looks_at_reconstruction_errors():
+    model = build(reference.LEViT, small_config(**VARIANTS["energy"]), EXPERTS)
+    images, oracle = random_images(model.cfg, 5), Oracle(model)
+    expected = [oracle.error(k, images.numpy(), oracle.encode(k, images.numpy())[0]) for k in range(EXPERTS - 1)]
+    close(model.reconstruction_errors(images), np.stack(expected))
 
 
 def test_log_sigma_is_clamped():
@@ -140,12 +159,14 @@ def test_training_loss_reaches_the_active_expert_only(model, images):
     model.training_loss(images, random_labels(model.cfg, 6)).backward()
     assert all(p.grad is None for expert in model.experts[:-1] for p in expert.parameters())
     before_norm = {"embed.bias", "head.hidden.0.bias", "head.hidden.1.bias"}  # the batch mean takes them out again
+    before_norm -= {name for name in before_norm if name not in dict(model.active.named_parameters())}
     for name, parameter in model.active.named_parameters():
         assert (parameter.grad is None) == (name in before_norm), name
         assert parameter.grad is None or parameter.grad.abs().max() > 0, name
     assert all(torch.equal(before[key], value) for key, value in model.experts[:-1].state_dict().items())
 
 
+@vision_only
 def test_training_loss_moves_running_statistics_of_the_active_expert(model, images):
     z = (
         np.array([Oracle(model).patches(image) for image in images.numpy()])

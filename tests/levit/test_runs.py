@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from levit.config import LEViTConfig
+from levit.learner import Event
+from levit.progress import Progress
 from levit.runs import COLUMNS, MetricsLog, RunDirectory, RunError, latest_run_path, new_run_path, write_atomically
 from levit.streams import load_dataset
 from levit.train import Interrupted, RunOptions, build_stream, train
@@ -76,15 +78,6 @@ def equal(a, b):
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
     return a == b
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """These models are too small for more, and a busy machine makes threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +154,46 @@ class TestContent:
     def test_another_seed_is_another_run(self, finished, tmp_path):
         go(tmp_path / "b", cfg=config(seed=1))
         assert metrics(finished) != metrics(tmp_path / "b")
+
+
+class TestProgress:
+    def test_a_row_counts_from_the_row_before(self):
+        progress = Progress(accuracy=0.5)
+        progress.seconds = 2.0
+        for loss, distances in ((None, None), (4.0, torch.tensor([3.0, 2.0])), (6.0, None)):
+            progress.count(Event(False, distances, loss), 10, updates_per_batch=3)
+        assert progress.row(2, 2.5, evaluated=False) == {
+            "samples": 30,
+            "loss": 5.0,
+            "experts": 2,
+            "min_distance": 2.0,
+            "threshold": 2.5,
+            "seconds": 2.0,
+            "samples_per_second": 15.0,
+            "accuracy": None,
+        }
+        progress.seconds = 3.0
+        progress.count(Event(True, None, 1.0), 10, updates_per_batch=3)
+        assert progress.row(3, 2.5, evaluated=True) == {
+            "samples": 40,
+            "loss": 1.0,
+            "experts": 3,
+            "min_distance": None,
+            "threshold": None,
+            "seconds": 3.0,
+            "samples_per_second": 10.0,
+            "accuracy": 0.5,
+        }
+        assert progress.updates == 9 and progress.expansions == [40]
+
+    def test_a_multiple_is_crossed_once(self):
+        progress = Progress()
+        crossed = []
+        for images in (7, 7, 7, 7, 2):
+            progress.count(Event(False, None, None), images, 1)
+            crossed.append(progress.crossed(10, images))
+        assert crossed == [False, True, True, False, True]  # at 7, 14, 21, 28, 30
+        assert progress.row(1, 1.0, False)["loss"] is None
 
 
 class TestResume:
