@@ -1,0 +1,1 @@
+"""Benchmarks of both packages: `python -m bench`, `python -m bench --bars`, `pytest bench --benchmark-only`."""

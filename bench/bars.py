@@ -1,0 +1,234 @@
+"""The bars that the issues set, as data; `python -m bench --bars` prints one line for each.
+
+A speed is measured when its bar is asked for. An accuracy comes from `bench/results/accuracy/*.json`: the results.json
+of a `levit train` run, which carries the commit that produced it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench import memory, model_cases
+from bench.ceilings import Ceilings, measure
+from bench.harness import Case, Row, run
+
+ACCURACY = Path(__file__).resolve().parent / "results" / "accuracy"
+FULL_MNIST = 60_000
+
+
+class NotAvailableError(RuntimeError):
+    """There is no figure; the message says why."""
+
+
+class Measurements:
+    """Measures a case when it is first asked for, at all thread counts at once, and remembers its rows.
+
+    `cases` maps a title to a function that builds the case.
+    """
+
+    def __init__(
+        self,
+        cases: Mapping[str, Callable[[], Case]],
+        threads: Sequence[int] = (1,),
+        seconds: float = 2.0,
+        accuracy: Path = ACCURACY,
+    ) -> None:
+        self.cases = cases
+        self.threads = tuple(threads)
+        self.seconds = seconds
+        self.accuracy = accuracy
+        self.rows: list[Row] = []
+        self._measured: set[str] = set()
+        self._ceilings: dict[int, Ceilings] = {}
+
+    def row(self, title: str, variant: str, threads: int) -> Row:
+        """The row of one variant; raises `NotAvailableError` if its check failed."""
+        if title not in self._measured:
+            ceilings = {count: self.ceilings(count) for count in self.threads}
+            self.rows += run([self.cases[title]()], self.threads, self.seconds, ceilings)
+            self._measured.add(title)
+        for row in self.rows:
+            if (f"{row.case} {row.size}", row.variant, row.threads) == (title, variant, threads):
+                if row.status != "ok":
+                    raise NotAvailableError(row.status)
+                return row
+        raise NotAvailableError(f"{title} was not measured for {variant} with {threads} threads")
+
+    def ceilings(self, threads: int) -> Ceilings:
+        """Measured once per thread count."""
+        if threads not in self._ceilings:
+            self._ceilings[threads] = measure(threads)
+        return self._ceilings[threads]
+
+    def results(self, **wanted: Any) -> list[Mapping[str, Any]]:
+        """All results files (one per seed, say) with the wanted fields; `NotAvailableError` if there is none."""
+        found = []
+        for path in sorted(self.accuracy.glob("*.json")):
+            content = json.loads(path.read_text())
+            if all(content.get(key) == value for key, value in wanted.items()):
+                if not content.get("commit"):
+                    raise NotAvailableError(f"{path.name} does not say which commit it is from")
+                found.append(content)
+        if not found:
+            raise NotAvailableError("not run")
+        return found
+
+
+class Figure(NamedTuple):
+    """What a bar measures, and what there is to say about it."""
+
+    value: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One line: a figure with its limits, `low` ≤ figure ≤ `high`; None leaves that side open.
+
+    `threads` is None where the figure does not depend on it. A bar with `judged=False` is reported only.
+    """
+
+    issue: str
+    name: str
+    figure: Measure
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    threads: int | None = None
+    judged: bool = True
+
+    @property
+    def limit(self) -> str:
+        """As text."""
+        if self.low is not None and self.high is not None:
+            return f"{self.low:g} to {self.high:g}{self.unit}"
+        return f">= {self.low:g}{self.unit}" if self.high is None else f"<= {self.high:g}{self.unit}"
+
+    def holds(self, figure: float) -> bool:
+        """Whether the figure is within the limits; NaN is not."""
+        return (self.low is None or figure >= self.low) and (self.high is None or figure <= self.high)
+
+
+Measure = Callable[[Measurements, int | None], Figure]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a bar: `ok`, `short` or `reported`; without a figure the note is the reason."""
+
+    bar: Bar
+    state: str
+    figure: float | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        bar = self.bar
+        figure = "-" if self.figure is None else f"{self.figure:.2f}{bar.unit}"
+        threads = "" if bar.threads is None else f"{bar.threads} thread{'s' if bar.threads > 1 else ''}"
+        text = f"{self.state:<9}{bar.issue:<3}{bar.name:<54} {figure:>10}  {bar.limit:<12} {threads:<10} {self.note}"
+        return text.rstrip()
+
+
+def judge(bar: Bar, measurements: Measurements) -> Verdict:
+    """Get the figure and compare it; whatever keeps a figure from being measured makes its bar short."""
+    missed = "short" if bar.judged else "reported"
+    try:
+        value, note = bar.figure(measurements, bar.threads)
+    except Exception as error:  # one broken case must not hide the other bars
+        reason = str(error) if isinstance(error, NotAvailableError) else f"{type(error).__name__}: {error}"
+        return Verdict(bar, missed, note=" ".join(reason.split()))
+    return Verdict(bar, ("ok" if bar.holds(value) else "short") if bar.judged else "reported", value, note)
+
+
+def _speedup(title: str, variant: str = "fused") -> Measure:
+    def figure(measured: Measurements, threads: int | None) -> Figure:
+        row = measured.row(title, variant, threads)
+        if row.speedup is None:
+            raise NotAvailableError(f"{title}: the baseline was not timed")
+        return Figure(row.speedup, f"{row.median * 1e3:.1f} ms")
+
+    return figure
+
+
+def _growth(few: int, many: int) -> Measure:
+    """Seconds that a step costs more with many experts than with few, over the floor of that difference."""
+
+    def figure(measured: Measurements, threads: int | None) -> Figure:
+        less, more = (measured.row(f"growth K={few},{many}", f"fused K={k}", threads).median for k in (few, many))
+        ceilings = measured.ceilings(threads)
+        if ceilings.fma is None or ceilings.read is None:
+            raise NotAvailableError(f"ceilings not measured: {ceilings.reason}")
+        floor = model_cases.growth_floor(few, many).seconds(ceilings.fma, ceilings.read)
+        return Figure((more - less) / floor, f"{1e3 * (more - less):.1f} ms, floor {1e3 * floor:.1f} ms")
+
+    return figure
+
+
+def _temporaries(experts: int, batch: int) -> Measure:
+    """Peak memory of routed inference above the weights, fused over reference."""
+
+    def figure(measured: Measurements, threads: int | None) -> Figure:
+        fused, reference = (
+            memory.peak_temporaries("bench.model_cases:prepare_inference", kind=kind, experts=experts, batch=batch)
+            for kind in ("fused", "reference")
+        )
+        return Figure(fused / reference, f"{fused / 2**20:.0f} of {reference / 2**20:.0f} MiB")
+
+    return figure
+
+
+def training_minutes(**wanted: Any) -> Measure:
+    """Of training, the slowest run's."""
+
+    def figure(measured: Measurements, threads: int | None) -> Figure:
+        slowest = max(measured.results(**wanted), key=lambda result: result["seconds"])
+        return Figure(slowest["seconds"] / 60, f"commit {slowest['commit'][:12]}, {slowest['threads']} threads")
+
+    return figure
+
+
+def final_accuracy(**wanted: Any) -> Measure:
+    """Per-sample accuracy at the end of the stream, in per cent; the mean over the runs (seeds)."""
+
+    def figure(measured: Measurements, threads: int | None) -> Figure:
+        found = measured.results(**wanted)
+        commits = ", ".join(dict.fromkeys(result["commit"][:12] for result in found))
+        mean = sum(result["final_accuracy"] for result in found) / len(found)
+        return Figure(100 * mean, f"commit {commits}, {len(found)} run{'s' if len(found) > 1 else ''}")
+
+    return figure
+
+
+def _one_and_two(issue: str, name: str, figure: Measure, **limits: Any) -> list[Bar]:
+    """Judged with one thread, reported with two."""
+    return [Bar(issue, name, figure, **limits, threads=t, judged=t == 1) for t in (1, 2)]
+
+
+BARS: tuple[Bar, ...] = (
+    Bar(
+        "A",
+        "split-mnist, full stream, training time",
+        training_minutes(preset="split-mnist", method="levit", images=FULL_MNIST),
+        high=45,
+        unit=" min",
+    ),
+    Bar(
+        "A",
+        "split-mnist, finetune, final accuracy per sample",
+        final_accuracy(preset="split-mnist", method="finetune", images=FULL_MNIST),
+        low=15,
+        high=25,
+        unit=" %",
+    ),
+    *_one_and_two("B", "Algorithm 1 step, K=5, over the reference", _speedup("step K=5"), low=2, unit="x"),
+    *_one_and_two("B", "Algorithm 1 step, K=8, over the reference", _speedup("step K=8"), low=2.8, unit="x"),
+    *_one_and_two("B", "Algorithm 1 step, K=32, over the reference", _speedup("step K=32"), low=7.5, unit="x"),
+    *_one_and_two("B", "Algorithm 1 step, growth from K=2 to 64, over its floor", _growth(2, 64), high=1.5, unit="x"),
+    *_one_and_two("B", "routed inference, K=32, 256 images", _speedup("inference K=32 B=256"), low=3, unit="x"),
+    *_one_and_two("B", "routed inference, K=32, 1 image", _speedup("inference K=32 B=1"), low=3, unit="x"),
+    Bar("B", "routed inference, K=64, 256 images, temporaries", _temporaries(64, 256), high=0.25, unit="x"),
+)

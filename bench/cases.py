@@ -1,0 +1,38 @@
+"""Every case by its title; building one costs time and memory, so a case is a function until it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from bench import model_cases, op_cases
+from bench.harness import Case
+
+Builder = Callable[[], Case]
+
+STEPS: dict[str, Builder] = {f"step K={k}": partial(model_cases.step, k) for k in (1, 5, 32)}
+INFERENCE: dict[str, Builder] = {
+    f"inference K={k} B={b}": partial(model_cases.inference, k, b) for k in (1, 5, 32) for b in (256, 1)
+}
+OPS: dict[str, Builder] = op_cases.OPS
+FOR_BARS: dict[str, Builder] = {
+    "step K=8": partial(model_cases.step, 8),
+    "growth K=2,64": partial(model_cases.growth, 2, 64),
+}
+
+CASES: dict[str, Builder] = STEPS | INFERENCE | OPS | FOR_BARS
+
+
+def select(names: Iterable[str] = ()) -> dict[str, Builder]:
+    """Cases whose title contains one of `names`; all of them without a name. `ValueError` if a name fits none."""
+    names = list(names)
+    for name in names:
+        if not any(name.lower() in title.lower() for title in CASES):
+            raise ValueError(f"--only: expected a part of one of {', '.join(CASES)}; got {name!r}")
+    return {t: build for t, build in CASES.items() if not names or any(n.lower() in t.lower() for n in names)}
+
+
+def build_each(builders: Iterable[Builder]) -> Iterator[Case]:
+    """One case after the other, so that only one is in memory."""
+    for build in builders:
+        yield build()

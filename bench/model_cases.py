@@ -1,0 +1,176 @@
+"""Whole-model cases: one Algorithm 1 step and routed inference, `levit.reference` against `levit.LEViT`.
+
+Sizes are split-mnist's. Weights are random (speed does not depend on them), running batch-norm statistics too, so that
+a model which folds them wrongly fails its check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import levit
+from bench import work
+from bench.harness import Case
+
+UPDATES = 3
+STREAM_BATCH = 10
+PRESET = "split-mnist"
+NEVER = 1e9  # a threshold that no distance reaches: the rule is asked at every step and never fires
+SINGLE_ROUTES = 8  # a single image has one route; the mean over this many stands for the uniform one
+
+
+def config(experts: int) -> levit.LEViTConfig:
+    """The preset, in a state that lasts: a full memory of K experts neither grows nor empties.
+
+    With one expert a full memory always expands, so there growth is forbidden, and no check takes place.
+    """
+    return levit.LEViTConfig.preset(PRESET, gamma=NEVER, max_experts=1 if experts == 1 else None)
+
+
+def build(kind: str, experts: int) -> torch.nn.Module:
+    """`reference` or `fused` with K experts; the same weights for both."""
+    cfg = config(experts)
+    reference = levit.reference.LEViT(cfg)
+    for _ in range(experts - 1):
+        reference.add_expert()
+    state = reference.state_dict()
+    generator = torch.Generator().manual_seed(1)
+    for name, value in state.items():
+        if name.endswith("running_mean"):
+            value.copy_(0.1 * torch.randn(value.shape, generator=generator))
+        elif name.endswith("running_var"):
+            value.copy_(0.5 + torch.rand(value.shape, generator=generator))
+    if kind == "reference":
+        return reference
+    fused = levit.LEViT(cfg)
+    fused.load_state_dict(state)
+    return fused
+
+
+class Stream:
+    """A learner in its steady state, fed with the same random images whatever drives it."""
+
+    def __init__(self, kind: str, experts: int) -> None:
+        model = build(kind, experts)
+        self.learner = levit.Learner(model, updates_per_batch=UPDATES)
+        self.generator = torch.Generator().manual_seed(2)
+        self.cfg = model.cfg
+        self.learner.observe(*self._batch(self.cfg.memory_size - STREAM_BATCH))
+        self.batches = [self._batch(STREAM_BATCH) for _ in range(16)]
+        self.steps = 0
+
+    def step(self) -> tuple[float, Tensor]:
+        """Ten images in, three updates, one check, ten images out; the loss and the distances of equation 6."""
+        event = self.learner.observe(*self.batches[self.steps % len(self.batches)])
+        self.steps += 1
+        return event.loss, torch.zeros(0) if event.distances is None else event.distances
+
+    def _batch(self, count: int) -> tuple[Tensor, Tensor]:
+        images = _images(self.cfg, count, self.generator)
+        return images, torch.randint(self.cfg.num_classes, (count,), generator=self.generator)
+
+
+def step(experts: int) -> Case:
+    """One Algorithm 1 step with a full memory."""
+    variants = {kind: Stream(kind, experts).step for kind in ("reference", "fused")}
+    needed = work.step(config(experts), experts, UPDATES, STREAM_BATCH)
+    return Case(
+        name="step",
+        size=f"K={experts}",
+        variants=variants,
+        baseline="reference",
+        flops=needed.flops,
+        bytes=needed.bytes,
+        check=_same_step,
+    )
+
+
+def growth(few: int, many: int) -> Case:
+    """What a step of the fused model costs with many experts more than with few; both checked against the reference."""
+    sizes = {f"fused K={k}": k for k in (few, many)}
+    needed = {name: work.step(config(k), k, UPDATES, STREAM_BATCH) for name, k in sizes.items()}
+    expected = {name: Stream("reference", k).step for name, k in sizes.items()}
+    return Case(
+        name="growth",
+        size=f"K={few},{many}",
+        variants={name: Stream("fused", k).step for name, k in sizes.items()},
+        baseline=f"fused K={few}",
+        flops={name: w.flops for name, w in needed.items()},
+        bytes={name: w.bytes for name, w in needed.items()},
+        check=_same_step,
+        expected=lambda name: expected[name](),
+    )
+
+
+def growth_floor(few: int, many: int) -> work.Work:
+    """What the additional experts of `growth` cost at least: stored rows to read, new images to compute."""
+    less, more = (work.step(config(k), k, UPDATES, STREAM_BATCH) for k in (few, many))
+    return more - less
+
+
+def inference(experts: int, batch: int) -> Case:
+    """Routed inference with routes forced to be uniform over the experts; the real routes are computed all the same."""
+    routes = uniform_routes(experts, batch)
+    variants = {kind: _predict(build(kind, experts), routes, batch) for kind in ("reference", "fused")}
+    calls = len(routes) // batch
+    needed = work.routed_inference
+    total = sum((needed(config(experts), experts, part.tolist()) for part in routes.split(batch)), work.Work())
+    return Case(
+        name="inference",
+        size=f"K={experts} B={batch}",
+        variants=variants,
+        baseline="reference",
+        flops=total.flops / calls,
+        bytes=total.bytes / calls,
+        check=partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4),
+        calls=calls,
+    )
+
+
+def uniform_routes(experts: int, batch: int) -> Tensor:
+    """Every expert equally often, in random order, [B]; a single image is predicted with spread routes in turn."""
+    count = batch if batch > 1 else min(SINGLE_ROUTES, experts)
+    routes = (torch.arange(count) + 1) * experts // count - 1 if batch == 1 else torch.arange(count) * experts // count
+    return routes[torch.randperm(count, generator=torch.Generator().manual_seed(3))]
+
+
+def prepare_inference(kind: str, experts: int, batch: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """For `bench.memory`: (warm-up on a few images, one call of routed inference)."""
+    routes = uniform_routes(experts, batch)
+    model = build(kind, experts)
+    few = min(8, batch)
+    return _predict(model, routes[:few], few), _predict(model, routes, batch)
+
+
+def _predict(model: torch.nn.Module, routes: Tensor, batch: int) -> Callable[[], Tensor]:
+    images = _images(model.cfg, len(routes), torch.Generator().manual_seed(4))
+    score = type(model).route
+
+    @torch.no_grad()
+    def predict() -> Tensor:
+        logits = []
+        for part, forced in zip(images.split(batch), routes.split(batch), strict=True):
+
+            def route(inputs: Tensor, forced: Tensor = forced) -> Tensor:
+                score(model, inputs)
+                return forced
+
+            model.route = route
+            logits.append(model(part))
+        return torch.cat(logits)
+
+    return predict
+
+
+def _same_step(output: tuple[float, Tensor], expected: tuple[float, Tensor]) -> None:
+    torch.testing.assert_close(output[0], expected[0], rtol=1e-4, atol=0)
+    torch.testing.assert_close(output[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+def _images(cfg: levit.LEViTConfig, count: int, generator: torch.Generator) -> Tensor:
+    return torch.rand(count, cfg.channels, cfg.image_size, cfg.image_size, generator=generator)

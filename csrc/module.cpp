@@ -1,0 +1,24 @@
+// Schemas and registration of the native ops (prototypes: ops.h). levit_kernels/native.py loads this library with
+// torch.ops.load_library; as it is no Python module it needs no Python headers to build, and torch's stable ABI lets one
+// binary serve every torch from TORCH_TARGET_VERSION on.
+#include <torch/csrc/stable/library.h>
+
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY(levit_native, m) {
+  m.def("latent_distance(Tensor codes, Tensor query) -> Tensor");
+  m.def("fma_peak(int iterations, int threads) -> float");
+  m.def("bf16_dot_peak(int iterations, int threads) -> float");
+  m.def("read_stream(Tensor buffer, int threads) -> float");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(levit_native, CPU, m) {
+  m.impl("latent_distance", TORCH_BOX(&levit::latent_distance));
+  m.impl("read_stream", TORCH_BOX(&levit::read_stream));
+}
+
+// Without a tensor among the arguments there is no device to dispatch on.
+STABLE_TORCH_LIBRARY_IMPL(levit_native, CompositeExplicitAutograd, m) {
+  m.impl("fma_peak", TORCH_BOX(&levit::fma_peak));
+  m.impl("bf16_dot_peak", TORCH_BOX(&levit::bf16_dot_peak));
+}

@@ -1,0 +1,100 @@
+"""The references of the op files as a backend: slow, float64-capable, gradients by plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+from .. import _vae
+from ..dkf_fuse import dkf_fuse_reference
+from ..elbo_loss import elbo_loss_reference
+from ..expansion_distances import expansion_distances_reference
+from ..expert_attention import expert_attention_reference, reference_stages
+from ..gates import gated_sum
+from ..latent_distance import latent_distance_reference
+from .registry import Backend
+
+_KEYS = (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.ADInplaceOrView)
+
+
+def _gradients(
+    function: Callable[..., torch.Tensor], grad: torch.Tensor, tensors: list, needs: list[bool]
+) -> list[torch.Tensor]:
+    """Gradients of `function(*tensors)` for the tensors that `needs` names.
+
+    This runs inside a kernel, below autograd, where the dispatcher would record nothing: its keys are let in again.
+    """
+    guard = torch._C._SetExcludeDispatchKeyGuard
+    with torch.enable_grad(), guard(_KEYS[0], False), guard(_KEYS[1], False), guard(_KEYS[2], False):
+        tensors = [x.detach().requires_grad_() if need else x for x, need in zip(tensors, needs, strict=True)]
+        leaves = [x for x, need in zip(tensors, needs, strict=True) if need]
+        grads = torch.autograd.grad(function(*tensors), leaves, grad, materialize_grads=True)
+    return [g.clone(memory_format=torch.contiguous_format) for g in grads]
+
+
+def _dense(reference: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *args: reference(*args).contiguous()
+
+
+def _expert_attention_train(*args: Any) -> list[torch.Tensor]:
+    *inputs, gates, negative_slope = args
+    outputs, tokens, qkv, attention = reference_stages(*inputs, negative_slope)
+    out = outputs if gates is None else gated_sum(outputs.transpose(0, 1), gates)
+    return [out.contiguous(), *(x[0].contiguous() for x in (tokens, qkv, attention))]
+
+
+def _expert_attention_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    *tensors, negative_slope, _saved, needs = rest
+    return _gradients(lambda *x: expert_attention_reference(*x, negative_slope), grad, tensors, needs)
+
+
+def _dkf_fuse_backward(
+    grad: torch.Tensor, features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | None, needs: list[bool]
+) -> list[torch.Tensor]:
+    return _gradients(lambda *x: dkf_fuse_reference(*x, index), grad, [features, gates], needs)
+
+
+def _latent_distance_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    *tensors, needs = rest
+    return _gradients(latent_distance_reference, grad, tensors, needs)
+
+
+def _expansion_distances_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    images, encoder, query, noise, needs = rest
+
+    def function(images: torch.Tensor, *tensors: Any) -> torch.Tensor:
+        *encoder, query, noise = tensors
+        return expansion_distances_reference(images, encoder, query, noise)
+
+    return _gradients(function, grad, [images, *encoder, query, noise], needs)
+
+
+def _elbo_loss_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    images, encoder, decoder, beta, noise, needs = rest
+    width = len(_vae.ENCODER)
+
+    def function(images: torch.Tensor, *tensors: Any) -> torch.Tensor:
+        *weights, noise = tensors
+        return elbo_loss_reference(images, weights[:width], weights[width:], beta, noise)
+
+    return _gradients(function, grad, [images, *encoder, *decoder, noise], needs)
+
+
+OPS = {
+    "expert_attention": _dense(expert_attention_reference),
+    "expert_attention_train": _expert_attention_train,
+    "expert_attention_backward": _expert_attention_backward,
+    "dkf_fuse": _dense(dkf_fuse_reference),
+    "dkf_fuse_backward": _dkf_fuse_backward,
+    "latent_distance": latent_distance_reference,
+    "latent_distance_backward": _latent_distance_backward,
+    "expansion_distances": expansion_distances_reference,
+    "expansion_distances_backward": _expansion_distances_backward,
+    "elbo_loss": elbo_loss_reference,
+    "elbo_loss_backward": _elbo_loss_backward,
+}
+
+BACKEND = Backend("reference", OPS, lambda op, args: None)

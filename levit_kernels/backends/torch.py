@@ -1,0 +1,39 @@
+"""The composed ops as a backend: good torch calls on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from ..composed import (
+    dkf_fuse,
+    elbo_loss,
+    expansion_distances,
+    expert_attention,
+    expert_attention_backward,
+    latent_distance,
+)
+from .registry import Backend, device_of
+
+OPS = {
+    "expert_attention": expert_attention.expert_attention,
+    "expert_attention_train": expert_attention.expert_attention_train,
+    "expert_attention_backward": expert_attention_backward.expert_attention_backward,
+    "dkf_fuse": dkf_fuse.dkf_fuse,
+    "dkf_fuse_backward": dkf_fuse.dkf_fuse_backward,
+    "latent_distance": latent_distance.latent_distance,
+    "latent_distance_backward": latent_distance.latent_distance_backward,
+    "expansion_distances": expansion_distances.expansion_distances,
+    "expansion_distances_backward": expansion_distances.expansion_distances_backward,
+    "elbo_loss": elbo_loss.elbo_loss,
+    "elbo_loss_backward": elbo_loss.elbo_loss_backward,
+}
+
+
+def refuse(op: str, args: tuple) -> str | None:
+    """Why the composed ops do not take a call."""
+    if device_of(args).type == "cpu" and any(isinstance(x, torch.Tensor) and x.dtype == torch.float16 for x in args):
+        return "float16 on a CPU is left to the reference: torch has no fast float16 products there"
+    return None
+
+
+BACKEND = Backend("torch", OPS, refuse)

@@ -1,0 +1,115 @@
+"""Installs a copy of the project as a user would: into an empty environment, without a compiler, as a wheel.
+
+Only the first test installs torch; the other environments see the torch that runs these tests through a .pth file.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[2]
+NOT_COPIED = (
+    ".git",
+    ".venv",
+    ".*_cache",
+    "runs",
+    "build",
+    "dist",
+    "*.egg-info",
+    "__pycache__",
+    "*.so",
+    "_build_info.json",
+)
+
+USE_NATIVE = """
+import torch
+from levit_kernels import native
+native.load()
+distance = torch.ops.levit_native.latent_distance(torch.full((2, 5, 4), 3.0), torch.zeros(5, 4))
+print(native.__file__, distance.tolist())
+"""
+ASK_NATIVE = "import levit, levit_kernels; from levit_kernels import native; print(native.available())"
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Path(shutil.copytree(ROOT, tmp_path / "project", ignore=shutil.ignore_patterns(*NOT_COPIED)))
+
+
+@pytest.fixture
+def new_environment(tmp_path):
+    """(with_torch, **variables) -> run(*command): Python of a new virtual environment, run far from the project."""
+    home = tmp_path / "venv"
+
+    def make(with_torch, **variables):
+        subprocess.run([sys.executable, "-m", "venv", home], check=True)
+        bin_folder = home / ("Scripts" if os.name == "nt" else "bin")
+        environment = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "PYTHONPATH")}
+        environment["PATH"] = f"{bin_folder}{os.pathsep}{environment['PATH']}"
+        environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        environment |= {name: value.format(bin=bin_folder) for name, value in variables.items()}
+
+        def run(*command):
+            done = subprocess.run(
+                [bin_folder / "python", *command], capture_output=True, text=True, cwd=tmp_path, env=environment
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout + done.stderr
+
+        if with_torch:
+            site_packages = Path(run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+            (site_packages / "outer.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+        return run
+
+    yield make
+    shutil.rmtree(home, ignore_errors=True)  # pytest keeps the last folders, and torch takes gigabytes
+
+
+def test_one_command_installs_into_an_empty_environment(project, new_environment):
+    run = new_environment(with_torch=False, LEVIT_REQUIRE_NATIVE="1")
+    run("-m", "pip", "install", "-e", project)
+    assert run("-c", USE_NATIVE).split() == [str(project / "levit_kernels/native.py"), "[6.0,", "6.0]"]
+    assert "train" in run("-m", "levit.cli", "--help")
+    assert (project / "levit_kernels/_C.abi3.so").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [({"PATH": "{bin}"}, "c++: not found"), ({"CXX": "/nowhere/c++"}, "/nowhere/c++: not found")],
+    ids=["no-compiler", "broken-CXX"],
+)
+def test_without_a_compiler_it_installs_and_tells_why_nothing_is_native(project, new_environment, variables, reason):
+    run = new_environment(with_torch=True, **variables)
+    assert "WITHOUT native kernels" in run("-m", "pip", "install", "-v", "--no-deps", "-e", project)
+    told = run("-c", ASK_NATIVE)
+    assert told.startswith("(False") and reason in told and "reinstall" in told
+    assert not (project / "levit_kernels/_C.abi3.so").exists()
+
+
+def test_a_failed_rebuild_leaves_no_older_library_behind(project, new_environment):
+    run = new_environment(with_torch=True)
+    install = ("-m", "pip", "install", "--no-deps", "-e", project)
+    run(*install)
+    run("-c", USE_NATIVE)
+    with open(project / "csrc/module.cpp", "a") as module:
+        module.write("#error broken on purpose\n")
+    run(*install)
+    told = run("-c", ASK_NATIVE)
+    assert told.startswith("(False") and "broken on purpose" in told
+
+
+def test_a_wheel_holds_the_library_and_serves_every_later_python(project, new_environment, tmp_path):
+    run = new_environment(with_torch=True)
+    run("-m", "pip", "wheel", "--no-deps", "-w", tmp_path / "wheels", project)
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    assert wheel.name.startswith("levit_kernels-") and "-cp310-abi3-" in wheel.name
+    shutil.rmtree(project)
+    run("-m", "pip", "install", "--no-deps", wheel)
+    assert run("-c", USE_NATIVE).endswith("[6.0, 6.0]\n")

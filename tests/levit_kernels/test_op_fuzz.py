@@ -1,0 +1,70 @@
+"""Seeded random cases per op: size, precision, gates, zeros, layouts and tiles drawn at random, gradients included."""
+
+import random
+
+import pytest
+import torch
+from op_cases import GATES, LAYOUTS, OPS, backend, evaluate, is_float, lay_out, to_dtype
+from op_errors import assert_fuzzy
+from torch.utils._pytree import tree_map
+
+CASES, CHUNK = 300, 30
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def sizes_of(op, draw):
+    n = lambda most: draw.choice((1, draw.randint(1, most)))  # noqa: E731  one is the size that breaks things
+    if op == "expert_attention":
+        return dict(
+            B=n(9), K=n(6), N=n(6), P=n(9), Q=n(9), H=n(4), d=n(9), gates=draw.choice(GATES), zeros=draw.random() < 0.5
+        )
+    if op == "dkf_fuse":
+        gates, zeros = draw.choice(GATES[1:]), draw.random() < 0.5
+        return dict(M=n(9), K=n(9), N=n(6), H=n(4), d=n(9), B=draw.choice((None, n(12))), gates=gates, zeros=zeros)
+    if op == "latent_distance":
+        return dict(K=n(6), M=n(30), L=n(20))
+    vae = dict(K=n(6), F=n(12), h1=n(9), h2=n(9), L=n(6))
+    if op == "expansion_distances":
+        return dict(**vae, M=n(20), noise=draw.random() < 0.5)
+    return dict(**vae, B=n(9), g1=n(9), g2=n(9), S=draw.choice((None, n(4))))
+
+
+def run_case(op, seed):
+    draw = random.Random(f"{op} {seed}")
+    sizes, dtype = sizes_of(op, draw), draw.choice(DTYPES)
+    name = draw.choice(("torch", "torch-small-tiles", "reference", "cpu"))
+    if name == "cpu" and (op != "latent_distance" or dtype == torch.bfloat16):
+        name = "torch"
+    generator = torch.Generator().manual_seed(seed)
+    args = to_dtype(OPS[op].make(generator, **sizes), dtype)
+    if sizes.get("gates", "none") != "none" and draw.random() < 0.5:
+        where = 5 if op == "expert_attention" else 1
+        args = (*args[:where], args[where].to(draw.choice(DTYPES)), *args[where + 1 :])
+    args = tree_map(lambda x: lay_out(x, draw.choice(LAYOUTS)) if is_float(x) else x, args)
+    exact = to_dtype(args, torch.float64)
+    like = OPS[op].reference(*args)
+    grad = lay_out(torch.randn(like.shape, generator=generator).to(like.dtype), draw.choice(LAYOUTS))
+    oracle, oracle_grads = evaluate(OPS[op].reference, exact, grad)
+    with backend(name):
+        out, grads = evaluate(OPS[op].function, args, grad)
+        bare, _ = evaluate(OPS[op].function, args)
+    for what, got, want in (("result", out, oracle), ("result without autograd", bare, oracle)):
+        assert got.dtype == like.dtype
+        assert_fuzzy(f"{op} seed {seed} on {name}, {dtype}, {sizes}: {what}", got, want, dtype)
+    scale = max(float(x.abs().max()) for x in oracle_grads)
+    for i, (got, want) in enumerate(zip(grads, oracle_grads, strict=True)):
+        assert_fuzzy(f"{op} seed {seed} on {name}, {dtype}, {sizes}: gradient {i}", got, want, dtype, scale)
+
+
+@pytest.mark.parametrize("start", range(0, CASES, CHUNK))
+@pytest.mark.parametrize("op", OPS)
+def test_random_cases(op, start):
+    for seed in range(start, start + CHUNK):
+        run_case(op, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("op", OPS)
+def test_ten_thousand_random_cases(op):
+    for seed in range(CASES, CASES + 10_000):
+        run_case(op, seed)

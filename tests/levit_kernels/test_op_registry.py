@@ -1,0 +1,214 @@
+"""Who computes: the automatic choice with its reasons, the forced one with its exact error, the fallback told once."""
+
+import asyncio
+import contextvars
+import logging
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from op_cases import OPS, to_dtype
+
+import levit_kernels
+from levit_kernels import BackendError, info, native, use_backend
+from levit_kernels.backends import cpu, registry
+from levit_kernels.backends.registry import Backend, choose
+
+NATIVE, WHY_NOT = native.available()
+SAMPLES = info.sample_arguments("cpu", torch.float32)
+
+
+def pick(op, dtype=torch.float32):
+    return choose(op, info.sample_arguments("cpu", dtype)[op]).name
+
+
+def test_the_order_is_cuda_triton_cpu_torch_reference():
+    assert tuple(registry.backends()) == ("cuda", "triton", "cpu", "torch", "reference")
+
+
+def test_automatic_choice():
+    assert {op: pick(op) for op in SAMPLES} == {
+        "expert_attention": "torch",
+        "dkf_fuse": "torch",
+        "latent_distance": "cpu" if NATIVE else "torch",
+        "expansion_distances": "torch",
+        "elbo_loss": "torch",
+    }
+    assert pick("latent_distance", torch.bfloat16) == "torch"
+    assert {pick(op, torch.float16) for op in SAMPLES} == {"reference"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_choice_and_its_reasons_are_logged(op, caplog):
+    with caplog.at_level(logging.DEBUG, logger="levit_kernels"):
+        OPS[op].function(*SAMPLES[op])
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "levit_kernels"]
+    assert line.startswith(f"{op}: {pick(op)} (cuda: this version has no cuda kernels; triton:")
+    if op != "latent_distance":
+        assert f"cpu: has no kernel for {op}" in line
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+@pytest.mark.parametrize("op", OPS)
+def test_forcing_a_backend_that_is_not_built(op, name):
+    with use_backend(name), pytest.raises(BackendError) as caught:
+        OPS[op].function(*SAMPLES[op])
+    assert str(caught.value) == (
+        f"levit_kernels.{op}: backend '{name}' was forced but cannot run: this version has no {name} kernels"
+    )
+
+
+def test_can_run_serves_both_choices():
+    backend, args = registry.backends()["torch"], info.sample_arguments("cpu", torch.float16)["elbo_loss"]
+    assert not backend.can_run("elbo_loss", args)
+    with pytest.raises(BackendError, match="backend 'torch' was forced but cannot run: float16 on a CPU"):
+        backend.can_run("elbo_loss", args, raise_error=True)
+    assert backend.can_run("elbo_loss", SAMPLES["elbo_loss"], raise_error=True)
+
+
+def test_forcing_the_native_backend():
+    with use_backend("cpu"):
+        if NATIVE:
+            levit_kernels.latent_distance(*SAMPLES["latent_distance"])
+        else:
+            with pytest.raises(BackendError, match="has no native kernels|do not load"):
+                levit_kernels.latent_distance(*SAMPLES["latent_distance"])
+        with pytest.raises(BackendError, match="has no kernel for dkf_fuse"):
+            levit_kernels.dkf_fuse(*SAMPLES["dkf_fuse"])
+        with pytest.raises(BackendError, match="takes float32 and float64, got torch.bfloat16" if NATIVE else "native"):
+            levit_kernels.latent_distance(*to_dtype(SAMPLES["latent_distance"], torch.bfloat16))
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match="use_backend: name must be one of cuda, triton, .*, got 'gpu'"):
+        with use_backend("gpu"):
+            pass
+
+
+def test_the_environment_forces_and_use_backend_goes_before_it(monkeypatch):
+    monkeypatch.setenv("LEVIT_KERNELS_BACKEND", "reference")
+    assert pick("dkf_fuse") == "reference"
+    with use_backend("torch"):
+        assert pick("dkf_fuse") == "torch"
+    monkeypatch.setenv("LEVIT_KERNELS_BACKEND", "triton")
+    with pytest.raises(BackendError, match="triton"):
+        levit_kernels.dkf_fuse(*SAMPLES["dkf_fuse"])
+    monkeypatch.setenv("LEVIT_KERNELS_BACKEND", "fast")
+    with pytest.raises(ValueError, match="LEVIT_KERNELS_BACKEND must be one of .*, got 'fast'"):
+        levit_kernels.dkf_fuse(*SAMPLES["dkf_fuse"])
+    monkeypatch.setenv("LEVIT_KERNELS_BACKEND", "")
+    assert pick("dkf_fuse") == "torch"
+
+
+def test_forcing_nests_and_ends_with_an_exception():
+    with use_backend("reference"):
+        with use_backend("torch"):
+            assert pick("dkf_fuse") == "torch"
+        assert pick("dkf_fuse") == "reference"
+        with pytest.raises(KeyError), use_backend("torch"):
+            raise KeyError
+        assert pick("dkf_fuse") == "reference"
+        with use_backend(None):
+            assert pick("dkf_fuse") == "torch"
+    assert pick("dkf_fuse") == "torch"
+
+
+def test_forcing_is_local_to_thread_and_task():
+    seen = {}
+
+    def work(name):
+        seen[name] = pick("dkf_fuse")
+
+    async def task(name, gate):
+        with use_backend(name):
+            await gate.wait()
+            seen[name] = pick("dkf_fuse")
+
+    async def tasks():
+        gate = asyncio.Event()
+        running = [asyncio.create_task(task(name, gate)) for name in ("reference", "torch")]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*running)
+
+    with use_backend("reference"):
+        thread = threading.Thread(target=work, args=("thread",))
+        thread.start()
+        thread.join()
+        contextvars.copy_context().run(work, "copy")
+    asyncio.run(tasks())
+    assert seen == {"thread": "torch", "copy": "reference", "reference": "reference", "torch": "torch"}
+
+
+def test_a_backward_pass_keeps_the_force_of_its_forward(caplog):
+    codes, query = (x.clone().requires_grad_() for x in SAMPLES["latent_distance"])
+    with use_backend("reference"):
+        out = levit_kernels.latent_distance(codes, query)
+    calls = []
+    table = registry.backends()
+    original = table["reference"]
+    ops = {
+        **original.ops,
+        "latent_distance_backward": lambda *a: calls.append(1) or original.ops["latent_distance_backward"](*a),
+    }
+    table["reference"] = Backend("reference", ops, original.refuse)
+    try:
+        out.sum().backward()
+    finally:
+        table["reference"] = original
+    assert calls == [1]
+
+
+def test_the_fallback_from_a_library_that_did_not_build_is_told_once(monkeypatch):
+    broken = Backend("cpu", cpu.OPS, cpu.refuse, lambda: "no compiler was found")
+    monkeypatch.setitem(registry.backends(), "cpu", broken)
+    monkeypatch.setattr(registry, "_told", set())
+    with pytest.warns(UserWarning, match="'cpu' backend would run latent_distance faster .*: no compiler was found"):
+        assert pick("latent_distance") == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pick("latent_distance") == "torch"
+        assert pick("dkf_fuse") == "torch"
+    with use_backend("cpu"), pytest.raises(BackendError, match="no compiler was found"):
+        levit_kernels.latent_distance(*SAMPLES["latent_distance"])
+
+
+def test_importing_stays_off_cuda_and_builds_nothing():
+    code = "import levit_kernels, torch; from levit_kernels import native; assert not torch.cuda.is_initialized() and not native._loaded"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+
+
+def test_info_says_who_takes_each_op_and_why(capsys, monkeypatch):
+    info.main()
+    told = capsys.readouterr().out
+    assert f"levit_kernels {levit_kernels.__version__}" in told and f"torch {torch.__version__}" in told
+    table = told.split("ops on cpu, float32\n")[1].split("ops on")[0]
+    for op in OPS:
+        assert f"  {op}: {pick(op)}\n" in table
+    assert table.count("this version has no triton kernels") == len(OPS)
+    assert "float16 on a CPU is left to the reference" in told
+    assert ("takes it" if NATIVE else WHY_NOT) in table.split("latent_distance:")[1].split("torch ")[0]
+    monkeypatch.setenv("LEVIT_KERNELS_BACKEND", "cuda")
+    info.main()
+    assert "dkf_fuse: none (levit_kernels.dkf_fuse: backend 'cuda' was forced but cannot run" in capsys.readouterr().out
+
+
+def test_accelerate_asks_the_model_and_keeps_it():
+    class Model:
+        fast = False
+
+        def __accelerate__(self):
+            self.fast = True
+
+    model = Model()
+    assert levit_kernels.accelerate(model) is model and model.fast
+    with pytest.raises(
+        TypeError, match=r"accelerate: model must have a method __accelerate__\(\), .*; Linear has none"
+    ):
+        levit_kernels.accelerate(torch.nn.Linear(2, 2))
