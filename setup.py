@@ -31,6 +31,7 @@ COMPILE_FLAGS = [
     "-fvisibility=hidden",
     "-fno-math-errno",  # otherwise every sqrt can become a call
     "-Wall",
+    "-Wno-psabi",  # vectors wider than the baseline never cross a call, they are inlined
     "-Wextra",
     "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM),
 ]  # not -fopenmp: torch::stable::parallel_for runs on torch's own threads

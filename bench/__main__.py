@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench import report
 from bench.bars import BARS, Bar, Measurements, judge
-from bench.cases import CASES, build_each, select
-from bench.ceilings import measure
-from bench.harness import run
+from bench.cases import CASES, select
+from bench.ceilings import Ceilings, update
+from bench.harness import Case, run, shares
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,8 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = select(options.only)
     except ValueError as error:
         parser.error(str(error))
-    ceilings = {count: measure(count) for count in options.threads}
-    rows = run(build_each(chosen.values()), options.threads, options.seconds, ceilings)
+    ceilings: dict[int, Ceilings] = {}
+
+    def cases() -> Iterator[Case]:
+        """One at a time, so that only one is in memory."""
+        for build in chosen.values():
+            update(ceilings, options.threads)
+            yield build()
+
+    rows = run(cases(), options.threads, options.seconds)
+    update(ceilings, options.threads)
+    rows = shares(rows, ceilings)
     report.table(rows, ceilings)
     for path in report.save(rows, ceilings, options.out):
         print(path)
@@ -53,8 +62,7 @@ def bars(chosen: Sequence[Bar], only: Sequence[str], measurements: Measurements,
             short += verdict.state == "short"
             print(verdict, flush=True)
     if measurements.rows:
-        measured = {count: measurements.ceilings(count) for count in measurements.threads}
-        report.save(measurements.rows, measured, out)
+        report.save(shares(measurements.rows, measurements.ceilings), measurements.ceilings, out)
     return int(short > 0)
 
 

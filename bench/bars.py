@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import memory, model_cases
-from bench.ceilings import Ceilings, measure
+from bench.ceilings import Ceilings, update
 from bench.harness import Case, Row, run
 
 ACCURACY = Path(__file__).resolve().parent / "results" / "accuracy"
@@ -42,14 +42,15 @@ class Measurements:
         self.seconds = seconds
         self.accuracy = accuracy
         self.rows: list[Row] = []
+        self.ceilings: dict[int, Ceilings] = {}
         self._measured: set[str] = set()
-        self._ceilings: dict[int, Ceilings] = {}
 
     def row(self, title: str, variant: str, threads: int) -> Row:
         """The row of one variant; raises `NotAvailableError` if its check failed."""
         if title not in self._measured:
-            ceilings = {count: self.ceilings(count) for count in self.threads}
-            self.rows += run([self.cases[title]()], self.threads, self.seconds, ceilings)
+            update(self.ceilings, self.threads)
+            self.rows += run([self.cases[title]()], self.threads, self.seconds)
+            update(self.ceilings, self.threads)
             self._measured.add(title)
         for row in self.rows:
             if (f"{row.case} {row.size}", row.variant, row.threads) == (title, variant, threads):
@@ -57,12 +58,6 @@ class Measurements:
                     raise NotAvailableError(row.status)
                 return row
         raise NotAvailableError(f"{title} was not measured for {variant} with {threads} threads")
-
-    def ceilings(self, threads: int) -> Ceilings:
-        """Measured once per thread count."""
-        if threads not in self._ceilings:
-            self._ceilings[threads] = measure(threads)
-        return self._ceilings[threads]
 
     def results(self, **wanted: Any) -> list[Mapping[str, Any]]:
         """All results files (one per seed, say) with the wanted fields; `NotAvailableError` if there is none."""
@@ -159,9 +154,11 @@ def _growth(few: int, many: int) -> Measure:
 
     def figure(measured: Measurements, threads: int | None) -> Figure:
         less, more = (measured.row(f"growth K={few},{many}", f"fused K={k}", threads).median for k in (few, many))
-        ceilings = measured.ceilings(threads)
+        ceilings = measured.ceilings[threads]
         if ceilings.fma is None or ceilings.read is None:
             raise NotAvailableError(f"ceilings not measured: {ceilings.reason}")
+        if more <= less:
+            raise NotAvailableError(f"K={many} was measured to be no slower than K={few}: too much noise, try again")
         floor = model_cases.growth_floor(few, many).seconds(ceilings.fma, ceilings.read)
         return Figure((more - less) / floor, f"{1e3 * (more - less):.1f} ms, floor {1e3 * floor:.1f} ms")
 

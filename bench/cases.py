@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from bench import model_cases, op_cases
@@ -30,9 +30,3 @@ def select(names: Iterable[str] = ()) -> dict[str, Builder]:
         if not any(name.lower() in title.lower() for title in CASES):
             raise ValueError(f"--only: expected a part of one of {', '.join(CASES)}; got {name!r}")
     return {t: build for t, build in CASES.items() if not names or any(n.lower() in t.lower() for n in names)}
-
-
-def build_each(builders: Iterable[Builder]) -> Iterator[Case]:
-    """One case after the other, so that only one is in memory."""
-    for build in builders:
-        yield build()

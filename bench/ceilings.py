@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,6 +35,15 @@ class Ceilings:
     read: float | None = None
     reason: str = ""
 
+    def better(self, other: Ceilings) -> Ceilings:
+        """The higher of both, figure by figure; both have the same thread count."""
+
+        def higher(name: str) -> float | None:
+            return max((v for v in (getattr(self, name), getattr(other, name)) if v is not None), default=None)
+
+        figures = {name: higher(name) for name in ("gemm", "fma", "bf16_dot", "read")}
+        return replace(self, **figures)
+
     def __str__(self) -> str:
         def figure(value: float | None, unit: str) -> str:
             return "not measured" if value is None else f"{value:.1f} {unit}"
@@ -47,7 +56,17 @@ class Ceilings:
         return f"{text} ({self.reason})" if self.reason else text
 
 
-def measure(threads: int, seconds: float = 2.0) -> Ceilings:
+def update(best: dict[int, Ceilings], threads: Sequence[int], seconds: float = 1.0) -> None:
+    """Measure again at each thread count, and keep in `best` the better of the old and the new figures.
+
+    Called before and after every case, so that a neighbour who was busy for some seconds lowers no ceiling.
+    """
+    for count in threads:
+        new = measure(count, seconds)
+        best[count] = best[count].better(new) if count in best else new
+
+
+def measure(threads: int, seconds: float = 1.0) -> Ceilings:
     """The ceilings with `threads` threads, in about `seconds` altogether.
 
     The best repetition counts, not the median: what a machine reached once it can do, and a neighbour on the same

@@ -9,8 +9,8 @@ import pytest
 
 from bench import report
 from bench.cases import CASES
-from bench.ceilings import Ceilings, measure
-from bench.harness import Case, Row, run, thread_count
+from bench.ceilings import Ceilings, update
+from bench.harness import Case, Row, run, shares, thread_count
 
 SECONDS = 1.5
 THREADS = 1
@@ -21,22 +21,15 @@ CEILINGS = pytest.StashKey[dict[int, Ceilings]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = []
-
-
-@pytest.fixture(scope="session")
-def ceilings(pytestconfig: pytest.Config) -> dict[int, Ceilings]:
-    """Of this machine, measured before the first case."""
-    pytestconfig.stash[CEILINGS] = {THREADS: measure(THREADS)}
-    return pytestconfig.stash[CEILINGS]
+    config.stash[CEILINGS] = {}
 
 
 @pytest.fixture(scope="module")
-def case(
-    request: pytest.FixtureRequest, pytestconfig: pytest.Config, ceilings: dict[int, Ceilings]
-) -> Iterator[tuple[Case, dict[str, Row]]]:
+def case(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterator[tuple[Case, dict[str, Row]]]:
     """The case with the title that is the parameter, checked and timed by our harness, and its rows by variant."""
     built = CASES[request.param]()
-    rows = run([built], THREADS, SECONDS, ceilings)
+    update(pytestconfig.stash[CEILINGS], [THREADS])
+    rows = run([built], THREADS, SECONDS)
     pytestconfig.stash[ROWS] += rows
     yield built, {row.variant: row for row in rows}
 
@@ -48,7 +41,7 @@ def time_variant(case: tuple[Case, dict[str, Row]], benchmark: object) -> object
     def time(variant: str) -> None:
         built, rows = case
         if variant not in rows:
-            pytest.skip(f"{variant} cannot run here")
+            pytest.skip(built.absent[variant])
         assert rows[variant].status == "ok", f"{variant}: {rows[variant].status}"
         benchmark.group = f"{built.name} {built.size}"
         rounds = max(3, min(200, round(SECONDS / 3 / rows[variant].median / built.calls)))
@@ -58,9 +51,12 @@ def time_variant(case: tuple[Case, dict[str, Row]], benchmark: object) -> object
     return time
 
 
+@pytest.hookimpl(trylast=True)  # our table comes after pytest-benchmark's
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if rows := config.stash[ROWS]:
         figures = config.stash[CEILINGS]
+        update(figures, [THREADS])
+        rows = shares(rows, figures)
         terminalreporter.section("interleaved, checked first")
         report.table(rows, figures, file=sys.stdout)
         for path in report.save(rows, figures):

@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Case:
     `flops` and `bytes` are the least that the work needs, per call; one number for all variants, or one per variant.
     `check(output, expected)` raises if an output is wrong; expected is what `expected(variant)` returns, by default
     the output of the baseline. One call of a variant may do the work `calls` times; times are then per work.
+    `absent` says of variants that cannot run here why.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Case:
     check: Callable[[Any, Any], None] = torch.testing.assert_close
     expected: Callable[[str], Any] | None = None
     calls: int = 1
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.baseline not in self.variants:
@@ -76,13 +78,11 @@ def run(
     cases: Iterable[Case],
     threads: int | Sequence[int] = 1,
     seconds: float = 1.0,
-    ceilings: Mapping[int, Ceilings] | None = None,
     min_rounds: int = 5,
 ) -> list[Row]:
     """Check, then time every case at every thread count for about `seconds` each, and at least `min_rounds` rounds.
 
-    `cases` may be a generator: each case is dropped before the next one is built. `ceilings` maps a thread count to
-    what was measured for it; without it no share of a ceiling is given.
+    `cases` may be a generator: each case is dropped before the next one is built. For shares of ceilings see `shares`.
     """
     counts = [threads] if isinstance(threads, int) else list(threads)
     rows: list[Row] = []
@@ -94,8 +94,24 @@ def run(
                 failures[count] = _check(case)
         for count in counts:
             with thread_count(count):
-                rows += _time(case, count, failures[count], seconds, min_rounds, (ceilings or {}).get(count))
+                rows += _time(case, count, failures[count], seconds, min_rounds)
     return rows
+
+
+def shares(rows: Iterable[Row], ceilings: Mapping[int, Ceilings]) -> list[Row]:
+    """The rows with `fma_share` and `read_share`; `ceilings` maps thread counts to what was measured for them."""
+
+    def share(rate: float | None, ceiling: float | None) -> float | None:
+        return rate / ceiling if rate is not None and ceiling else None
+
+    return [
+        replace(
+            row,
+            fma_share=share(row.gflops, ceilings[row.threads].fma),
+            read_share=share(row.gbs, ceilings[row.threads].read),
+        )
+        for row in rows
+    ]
 
 
 @contextmanager
@@ -158,9 +174,7 @@ def _check(case: Case) -> dict[str, str]:
     return failures
 
 
-def _time(
-    case: Case, threads: int, failures: Mapping[str, str], seconds: float, min_rounds: int, ceilings: Ceilings | None
-) -> list[Row]:
+def _time(case: Case, threads: int, failures: Mapping[str, str], seconds: float, min_rounds: int) -> list[Row]:
     sound = {name: call for name, call in case.variants.items() if name not in failures}
     times = {name: np.asarray(t) / case.calls for name, t in interleave(sound, seconds, min_rounds).items()}
     medians = {name: float(np.median(t)) for name, t in times.items()}
@@ -171,8 +185,6 @@ def _time(
             rows.append(Row(*common, status=failures[name]))
             continue
         median = medians[name]
-        gflops = _rate(case.flops, name, median)
-        gbs = _rate(case.bytes, name, median)
         p20, p80 = (float(p) for p in np.percentile(times[name], (20, 80)))
         rows.append(
             Row(
@@ -183,10 +195,8 @@ def _time(
                 p20=p20,
                 p80=p80,
                 speedup=medians[case.baseline] / median if case.baseline in medians else None,
-                gflops=gflops,
-                gbs=gbs,
-                fma_share=_share(gflops, ceilings and ceilings.fma),
-                read_share=_share(gbs, ceilings and ceilings.read),
+                gflops=_rate(case.flops, name, median),
+                gbs=_rate(case.bytes, name, median),
             )
         )
     return rows
@@ -196,7 +206,3 @@ def _rate(amount: float | Mapping[str, float] | None, variant: str, seconds: flo
     """Billions per second."""
     value = amount.get(variant) if isinstance(amount, Mapping) else amount
     return None if value is None else value / seconds / 1e9
-
-
-def _share(rate: float | None, ceiling: float | None) -> float | None:
-    return rate / ceiling if rate is not None and ceiling else None

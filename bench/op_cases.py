@@ -135,12 +135,13 @@ def _case(
         outputs = output if isinstance(output, list) else [output]
         return outputs, torch.autograd.grad(outputs, wanted, [torch.ones_like(part) for part in outputs])
 
-    variants = {}
+    variants, absent = {}, {}
     for backend in BACKENDS:
         variant = partial(_on, backend, with_gradients)
         try:
             variant()
-        except BackendError:  # it has no kernel for this call, or cannot run on this machine
+        except BackendError as error:
+            absent[backend] = str(error)
             continue
         except Exception:  # the check will meet it again and report it
             pass
@@ -154,6 +155,7 @@ def _case(
         bytes=needed.bytes,
         check=partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4),
         calls=calls,
+        absent=absent,
     )
 
 

@@ -7,6 +7,8 @@
 
 STABLE_TORCH_LIBRARY(levit_native, m) {
   m.def("latent_distance(Tensor codes, Tensor query) -> Tensor");
+  m.def("dkf_fuse(Tensor features, Tensor gates, Tensor? index) -> Tensor");
+  m.def("dkf_fuse_gate_gradient(Tensor grad, Tensor features, Tensor? index, int heads) -> Tensor");
   m.def("fma_peak(int iterations, int threads) -> float");
   m.def("bf16_dot_peak(int iterations, int threads) -> float");
   m.def("read_stream(Tensor buffer, int threads) -> float");
@@ -14,6 +16,8 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(levit_native, CPU, m) {
   m.impl("latent_distance", TORCH_BOX(&levit::latent_distance));
+  m.impl("dkf_fuse", TORCH_BOX(&levit::dkf_fuse));
+  m.impl("dkf_fuse_gate_gradient", TORCH_BOX(&levit::dkf_fuse_gate_gradient));
   m.impl("read_stream", TORCH_BOX(&levit::read_stream));
 }
 

@@ -53,8 +53,8 @@ class KnowledgeBase:
 
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
-        self._attention = _Stack(_attention_rows, lambda expert: [expert.embed, expert.norm, expert.qkv])
-        self._vae = _Stack(_vae_rows, lambda expert: list(expert.vae.modules()))
+        self._attention = _Stack(_attention_rows, _attention_sources)
+        self._vae = _Stack(_vae_rows, _vae_sources)
 
     def attention(self, experts: Sequence[Expert]) -> AttentionWeights:
         """Attention weights of these experts, the first len(experts) of the model."""
@@ -138,11 +138,19 @@ def _attention_rows(expert: Expert) -> list[Tensor]:
     return [expert.embed.weight * scale[:, None], bias, expert.qkv.weight, expert.qkv.bias]
 
 
+def _attention_sources(expert: Expert) -> list[nn.Module]:
+    return [expert.embed, expert.norm, expert.qkv]
+
+
 def _vae_rows(expert: Expert) -> list[Tensor]:
     """Weight [out, in] and bias [out] of every layer, encoder first."""
     vae = expert.vae
     layers = [*vae.encoder, vae.mu, vae.log_sigma, *vae.decoder]
     return [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+
+
+def _vae_sources(expert: Expert) -> list[nn.Module]:
+    return list(expert.vae.modules())
 
 
 def _attention_view(stacks: list[Tensor], num_heads: int) -> AttentionWeights:

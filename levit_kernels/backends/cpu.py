@@ -1,4 +1,4 @@
-"""The native CPU kernels (csrc/cpu) as a backend; gradients are the composed ones."""
+"""The native CPU kernels (csrc/cpu) as a backend; gradients without a kernel of their own are the composed ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,70 @@ import functools
 
 import torch
 
+from .. import gates as gating
 from .. import native
+from .._check import at_least_float32
+from ..composed import dkf_fuse as composed_dkf_fuse
 from ..composed.latent_distance import latent_distance_backward
 from .registry import Backend, device_of
 
+
+def latent_distance(codes: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """See levit_kernels.latent_distance."""
+    return torch.ops.levit_native.latent_distance(codes, query)
+
+
+def dkf_fuse(features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """See levit_kernels.dkf_fuse."""
+    weights = gating.expand(gates).to(_sums(features, gates))
+    fused = torch.ops.levit_native.dkf_fuse(*_dense(features, weights, index))
+    return fused.to(torch.promote_types(features.dtype, gates.dtype))
+
+
+def dkf_fuse_backward(
+    grad: torch.Tensor,
+    features: torch.Tensor,
+    gates: torch.Tensor,
+    index: torch.Tensor | None,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    """Gradients of features and gates, those that `needs` names."""
+    grads = composed_dkf_fuse.dkf_fuse_backward(grad, features, gates, index, [True, False]) if needs[0] else []
+    if needs[1]:
+        stored, _, index = _dense(features, gates, index)
+        heads = gating.expand(gates).shape[2]
+        by_gate = torch.ops.levit_native.dkf_fuse_gate_gradient(grad.to(_sums(features, gates)), stored, index, heads)
+        grads.append(gating.reduce_like(by_gate, gates))
+    return grads
+
+
+def _dense(
+    features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The store as the kernel reads it, each expert's [N, E] dense; another layout costs a copy of the rows used."""
+    if features[:1, :1].is_contiguous():
+        return features, gates, index
+    rows = features if index is None else features[index]
+    return rows.contiguous(), gates, None
+
+
+def _sums(features: torch.Tensor, gates: torch.Tensor) -> torch.dtype:
+    """What the sums run in."""
+    return at_least_float32(torch.promote_types(features.dtype, gates.dtype))
+
+
+STORES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float64, torch.float64),
+)
+"""What dkf_fuse has kernels for: dtype of the store, dtype of the sums."""
+
 OPS = {
-    "latent_distance": lambda codes, query: torch.ops.levit_native.latent_distance(codes, query),
+    "latent_distance": latent_distance,
     "latent_distance_backward": latent_distance_backward,
+    "dkf_fuse": dkf_fuse,
+    "dkf_fuse_backward": dkf_fuse_backward,
 }
 
 
@@ -27,6 +84,11 @@ def refuse(op: str, args: tuple) -> str | None:
     """Why the native kernels do not take a call."""
     if device_of(args).type != "cpu":
         return f"the tensors are on {device_of(args)}"
+    if op.startswith("dkf_fuse"):
+        features, gates = args[op == "dkf_fuse_backward" :][:2]
+        if (features.dtype, _sums(features, gates)) not in STORES:
+            return f"takes no {features.dtype} features with {gates.dtype} gates"
+        return None
     for x in args:
         if isinstance(x, torch.Tensor) and x.dtype not in (torch.float32, torch.float64):
             return f"takes float32 and float64, got {x.dtype}"

@@ -7,7 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import levit
-from bench import model_cases, work
+from bench import model_cases, op_cases, work
+from bench.harness import run
+from levit_kernels.backends.registry import BackendError, forced_here
 
 CFG = levit.LEViTConfig.preset("digits")
 
@@ -92,8 +94,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_leaves_the_memory_as_full_as_it_was(experts: int) -> None:
     stream = model_cases.Stream("fused", experts)
     for _ in range(2):
-        loss, distances = stream.step()
-        assert loss > 0 and len(distances) == experts - 1
+        done = stream.step()
+        assert done.loss > 0 and len(done.distances) == experts - 1 and len(done.gates) == experts
         assert len(stream.learner.memory) == (CFG.memory_size if experts == 1 else CFG.memory_size - 10)
         assert stream.learner.model.num_experts == experts
 
@@ -118,7 +120,47 @@ def test_inference_takes_the_forced_routes_and_computes_the_real_ones(
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("key", "status"), [(None, "ok"), ("norm.running_mean", "check"), ("vae.mu.bias", "check")])
+def test_a_step_with_one_wrong_frozen_expert_fails_its_check(
+    key: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = model_cases.build
+
+    def damaged(kind: str, experts: int) -> torch.nn.Module:
+        model = build(kind, experts)
+        if kind == "fused" and key:
+            state = model.state_dict()
+            state[f"experts.1.{key}"].zero_()
+            model.load_state_dict(state)
+        return model
+
+    monkeypatch.setattr(model_cases, "build", damaged)
+    reference, fused = run([model_cases.step(3)], seconds=0.0, min_rounds=1)
+    assert reference.status == "ok" and fused.status.startswith(status)
+
+
+@pytest.mark.usefixtures("small")
 def test_running_statistics_are_not_those_of_a_fresh_model() -> None:
     model = model_cases.build("fused", 2)
     means = [value for name, value in model.state_dict().items() if name.endswith("running_mean")]
     assert len(means) == 4 and all(value.abs().min() > 0 for value in means)
+
+
+def test_a_backend_that_cannot_run_is_left_out_with_its_reason() -> None:
+    def call() -> torch.Tensor:
+        if forced_here() == "cpu":
+            raise BackendError("no compiler was found")
+        return torch.ones(3)
+
+    case = op_cases._case("toy", "n=3", call, work.Work(flops=6, bytes=12))
+    assert list(case.variants) == ["reference", "torch"] and case.absent == {"cpu": "no compiler was found"}
+
+
+def test_a_backend_that_breaks_is_reported_not_left_out() -> None:
+    def call() -> torch.Tensor:
+        if forced_here() == "torch":
+            raise ValueError("wrong shape")
+        return torch.ones(3)
+
+    rows = run([op_cases._case("toy", "n=3", call, work.Work())], seconds=0.0, min_rounds=1)
+    assert {row.variant: row.status for row in rows}["torch"] == "check failed: ValueError: wrong shape"

@@ -17,7 +17,7 @@ from bench.__main__ import bars
 from bench.bars import Bar, Figure, Measurements, NotAvailableError, final_accuracy, judge, training_minutes
 from bench.cases import CASES, select
 from bench.ceilings import Ceilings
-from bench.harness import Case, Row, interleave, run, thread_count
+from bench.harness import Case, Row, interleave, run, shares, thread_count
 
 
 class FakeMachine:
@@ -145,7 +145,7 @@ def test_budget_and_minimum_of_rounds() -> None:
 @pytest.mark.usefixtures("fixed_times")
 def test_figures_are_medians_and_speedups_over_the_named_baseline() -> None:
     limits = Ceilings(threads=1, gemm=50.0, fma=100.0, bf16_dot=0.0, read=10.0)
-    slow, fast = run([toy(flops=200e9, bytes={"fast": 5e9})], ceilings={1: limits})
+    slow, fast = shares(run([toy(flops=200e9, bytes={"fast": 5e9})]), {1: limits})
     assert (slow.median, fast.median) == (5.0, 2.5)
     assert (slow.p20, slow.p80) == pytest.approx((3.4, 6.4))
     assert (slow.speedup, fast.speedup) == (1.0, 2.0)
@@ -271,7 +271,7 @@ def speedup(measured: Measurements, threads: int | None) -> Figure:
 
 @pytest.mark.usefixtures("fixed_times")
 def test_a_speed_is_measured_once_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.bars.measure", lambda threads: Ceilings(threads, 1.0))
+    monkeypatch.setattr(ceilings_module, "measure", lambda threads, seconds: Ceilings(threads, 1.0))
     measured = measurements(tmp_path / "accuracy", threads=(1, 2))
     speeds = [Bar("T", "toy", speedup, low=2.0, threads=count) for count in (1, 2)]
     assert bars(speeds, [], measured, tmp_path) == 0
@@ -280,7 +280,7 @@ def test_a_speed_is_measured_once_and_saved(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_failed_check_makes_its_bar_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.bars.measure", lambda threads: Ceilings(threads, 1.0))
+    monkeypatch.setattr(ceilings_module, "measure", lambda threads, seconds: Ceilings(threads, 1.0))
     wrong = toy(variants={"slow": lambda: 1.0, "fast": lambda: 2.0})
     measured = Measurements({"toy n=1": lambda: wrong}, (1,), seconds=0.0, accuracy=tmp_path)
     verdict = judge(Bar("T", "toy", speedup, low=1.0, threads=1), measured)
@@ -324,6 +324,17 @@ def test_ceilings_of_this_machine() -> None:
         assert figures.reason == ""
         assert 0.1 < figures.fma < 1e4 and 0.1 < figures.read < 1e4
         assert figures.bf16_dot == 0 or figures.bf16_dot > 0.5 * figures.fma
+
+
+def test_a_ceiling_keeps_the_better_of_two_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([Ceilings(2, gemm=5.0, fma=9.0, bf16_dot=0.0, read=1.0), Ceilings(2, 6.0, 8.0, 0.0, 20.0)])
+    monkeypatch.setattr(ceilings_module, "measure", lambda threads, seconds: next(measured))
+    best: dict[int, Ceilings] = {}
+    ceilings_module.update(best, [2])
+    ceilings_module.update(best, [2])
+    assert best == {2: Ceilings(2, gemm=6.0, fma=9.0, bf16_dot=0.0, read=20.0)}
+    without = Ceilings(2, None, reason="no compiler")
+    assert without.better(without) == without
 
 
 def test_the_best_repetition_is_the_ceiling() -> None:

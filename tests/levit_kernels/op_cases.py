@@ -25,6 +25,7 @@ from levit_kernels.latent_distance import latent_distance_reference
 GATES = ("none", "K", "KH", "BK1", "BKH")
 LAYOUTS = ("dense", "transposed", "sliced", "expanded")
 BACKENDS = ("reference", "torch", "torch-small-tiles", "cpu")
+NATIVE_OPS = ("latent_distance", "dkf_fuse")  # that backend "cpu" has a kernel for
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,10 @@ from op_cases import GATES, LAYOUTS, OPS, backend, evaluate, is_float, lay_out, 
 from op_errors import assert_fuzzy
 from torch.utils._pytree import tree_map
 
+from levit_kernels import _vae
+from levit_kernels.backends.registry import backends
+from levit_kernels.expert_attention import reference_stages
+
 CASES, CHUNK = 300, 30
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -29,18 +33,36 @@ def sizes_of(op, draw):
     return dict(**vae, B=n(9), g1=n(9), g2=n(9), S=draw.choice((None, n(4))))
 
 
+# where rounding may step over a kink the gradient jumps and no tolerance is right: results are compared there alone
+KINKED = ("expert_attention", "expansion_distances", "elbo_loss")
+
+
+def kink_distance(op, args):
+    """How near the float64 computation comes to a kink: LeakyReLU and ReLU at 0, the norm at 0."""
+    if op == "expert_attention":
+        return float(reference_stages(*args[:5], args[6])[1].abs().min())
+    mu, logsigma = _vae.encode(*args[:2])
+    if op == "expansion_distances":
+        _, _, query, noise = args
+        codes = mu if noise is None else mu + logsigma.exp() * noise
+        return float((codes - query).norm(dim=-1).min())
+    _, _, (w1, b1, w2, b2, _, _), _, noise = args
+    codes = mu[None] if noise is None else mu + logsigma.exp() * noise[:, None, None]
+    return float((torch.tanh(codes @ w1 + b1[:, None]) @ w2 + b2[:, None]).abs().min())
+
+
 def run_case(op, seed):
     draw = random.Random(f"{op} {seed}")
     sizes, dtype = sizes_of(op, draw), draw.choice(DTYPES)
     name = draw.choice(("torch", "torch-small-tiles", "reference", "cpu"))
-    if name == "cpu" and (op != "latent_distance" or dtype == torch.bfloat16):
-        name = "torch"
     generator = torch.Generator().manual_seed(seed)
     args = to_dtype(OPS[op].make(generator, **sizes), dtype)
     if sizes.get("gates", "none") != "none" and draw.random() < 0.5:
         where = 5 if op == "expert_attention" else 1
         args = (*args[:where], args[where].to(draw.choice(DTYPES)), *args[where + 1 :])
     args = tree_map(lambda x: lay_out(x, draw.choice(LAYOUTS)) if is_float(x) else x, args)
+    if name == "cpu" and not backends()["cpu"].can_run(op, args):
+        name = "torch"
     exact = to_dtype(args, torch.float64)
     like = OPS[op].reference(*args)
     grad = lay_out(torch.randn(like.shape, generator=generator).to(like.dtype), draw.choice(LAYOUTS))
@@ -51,7 +73,9 @@ def run_case(op, seed):
     for what, got, want in (("result", out, oracle), ("result without autograd", bare, oracle)):
         assert got.dtype == like.dtype
         assert_fuzzy(f"{op} seed {seed} on {name}, {dtype}, {sizes}: {what}", got, want, dtype)
-    scale = max(float(x.abs().max()) for x in oracle_grads)
+    if op in KINKED and (dtype == torch.bfloat16 or kink_distance(op, exact) < 1e-4):
+        return
+    scale = max(grad.numel() ** 0.5, *(float(x.abs().max()) for x in oracle_grads))
     for i, (got, want) in enumerate(zip(grads, oracle_grads, strict=True)):
         assert_fuzzy(f"{op} seed {seed} on {name}, {dtype}, {sizes}: gradient {i}", got, want, dtype, scale)
 

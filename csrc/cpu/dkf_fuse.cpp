@@ -1,0 +1,245 @@
+// Equation 8 over stored features, out[b] = sum_k gate[b,k,h] * features[index[b], k], and the gradient of its gates.
+// Both are bound by reading the store: each feature is read once, in memory order, and the gathered rows never written.
+#include "../ops.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "../errors.h"
+#include "multiversion.h"
+
+namespace levit {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+template <class T, int kBytes>
+using Vector __attribute__((vector_size(kBytes))) = T;
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// One vector of sums, T wide; a bfloat16 is the upper half of a float.
+template <class T>
+constexpr int kLanes = 64 / sizeof(T);
+
+template <class T>
+using Lanes = Vector<T, 64>;
+
+template <class T>
+LEVIT_INLINE Lanes<T> load(const T* from) {
+  Lanes<T> lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return lanes;
+}
+
+template <class T>
+LEVIT_INLINE Lanes<T> load(const BFloat16* from) {
+  Vector<uint16_t, 32> halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  const auto words = __builtin_convertvector(halves, Vector<uint32_t, 64>) << 16;
+  Lanes<float> lanes;
+  std::memcpy(&lanes, &words, sizeof(lanes));
+  return lanes;
+}
+
+template <class T, class S>
+LEVIT_INLINE T value(S from) {
+  if constexpr (std::is_same_v<S, BFloat16>) {
+    const uint32_t word = static_cast<uint32_t>(from.bits) << 16;
+    float number;
+    std::memcpy(&number, &word, sizeof(number));
+    return number;
+  } else {
+    return from;
+  }
+}
+
+// The sizes of one call, and how many numbers lie between two rows, two experts of the store.
+struct Sizes {
+  int64_t experts, tokens, heads, depth, row_stride, expert_stride;
+  int64_t width() const { return heads * depth; }
+};
+
+// sum[i] += weight * feature[i] over one head of one token, or over all tokens where an expert has one gate
+template <class T, class S>
+LEVIT_INLINE void add_scaled(T* sum, const S* feature, T weight, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes<T> <= count; i += kLanes<T>) {
+    const Lanes<T> total = load<T>(sum + i) + weight * load<T>(feature + i);
+    std::memcpy(sum + i, &total, sizeof(total));
+  }
+  for (; i < count; ++i) sum[i] += weight * value<T>(feature[i]);
+}
+
+template <class T, class S>
+LEVIT_INLINE T dot(const T* a, const S* b, int64_t count) {
+  constexpr int kSums = 4;  // independent sums hide the latency of the multiply-add
+  Lanes<T> sums[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums * kLanes<T> <= count; i += kSums * kLanes<T>) {
+    for (int s = 0; s < kSums; ++s) sums[s] += load<T>(a + i + s * kLanes<T>) * load<T>(b + i + s * kLanes<T>);
+  }
+  for (; i + kLanes<T> <= count; i += kLanes<T>) sums[0] += load<T>(a + i) * load<T>(b + i);
+  const Lanes<T> all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  T total = 0;
+  for (; i < count; ++i) total += a[i] * value<T>(b[i]);
+  for (int lane = 0; lane < kLanes<T>; ++lane) total += all[lane];
+  return total;
+}
+
+// One image: out [N, E] from its row of the store. A gate of exactly zero drops its expert, NaN and all.
+template <class T, class S>
+LEVIT_INLINE void fuse_row(const S* row, const T* gates, T* out, const Sizes& n) {
+  std::fill(out, out + n.tokens * n.width(), T(0));
+  for (int64_t k = 0; k < n.experts; ++k, row += n.expert_stride, gates += n.heads) {
+    if (n.heads == 1) {
+      if (gates[0] != 0) add_scaled(out, row, gates[0], n.tokens * n.depth);
+      continue;
+    }
+    for (int64_t t = 0; t < n.tokens; ++t) {
+      for (int64_t h = 0; h < n.heads; ++h) {
+        const int64_t at = t * n.width() + h * n.depth;
+        if (gates[h] != 0) add_scaled(out + at, row + at, gates[h], n.depth);
+      }
+    }
+  }
+}
+
+// One image: by_gate [K, H] = <grad, features> head by head.
+template <class T, class S>
+LEVIT_INLINE void dot_row(const S* row, const T* grad, T* by_gate, const Sizes& n) {
+  for (int64_t k = 0; k < n.experts; ++k, row += n.expert_stride, by_gate += n.heads) {
+    if (n.heads == 1) {
+      by_gate[0] = dot(grad, row, n.tokens * n.depth);
+      continue;
+    }
+    std::fill(by_gate, by_gate + n.heads, T(0));
+    for (int64_t t = 0; t < n.tokens; ++t) {
+      for (int64_t h = 0; h < n.heads; ++h) {
+        const int64_t at = t * n.width() + h * n.depth;
+        by_gate[h] += dot(grad + at, row + at, n.depth);
+      }
+    }
+  }
+}
+
+#define LEVIT_DKF_ROWS(T, S)                                                                       \
+  LEVIT_MULTIVERSION void fuse(const S* row, const T* gates, T* out, const Sizes& n) {             \
+    fuse_row(row, gates, out, n);                                                                  \
+  }                                                                                                \
+  LEVIT_MULTIVERSION void dots(const S* row, const T* grad, T* by_gate, const Sizes& n) {          \
+    dot_row(row, grad, by_gate, n);                                                                \
+  }
+LEVIT_DKF_ROWS(float, float)
+LEVIT_DKF_ROWS(float, BFloat16)
+LEVIT_DKF_ROWS(double, double)
+#undef LEVIT_DKF_ROWS
+
+struct Call {
+  Sizes sizes;
+  int64_t batch;
+  std::vector<int64_t> rows;
+};
+
+// features [M, K, N, E] whose rows [N, E] are dense; index [B] int64 or none; `heads` gates per expert
+Call prepare(const Tensor& features, const std::optional<Tensor>& index, int64_t heads) {
+  if (features.dim() != 4) fail("dkf_fuse: features must be [M, K, N, E], got ", shape(features));
+  const int64_t width = features.size(3);
+  if ((width > 1 && features.stride(3) != 1) || (features.size(2) > 1 && features.stride(2) != width)) {
+    fail("dkf_fuse: each expert's features [N, E] must be dense in memory, got strides of N, E ", features.stride(2), ", ",
+         features.stride(3));
+  }
+  if (heads < 1 || width % heads != 0) fail("dkf_fuse: gates have ", heads, " heads, which do not divide E = ", width);
+  Call call{{features.size(1), features.size(2), heads, width / heads, features.stride(0), features.stride(1)}, 0, {}};
+  if (!index) {
+    call.batch = features.size(0);
+    for (int64_t b = 0; b < call.batch; ++b) call.rows.push_back(b);
+    return call;
+  }
+  if (index->dim() != 1 || index->scalar_type() != ScalarType::Long) fail("dkf_fuse: index must be int64 [B]");
+  const Tensor dense = torch::stable::contiguous(*index);
+  const auto* first = dense.const_data_ptr<int64_t>();
+  call.batch = dense.numel();
+  call.rows.assign(first, first + call.batch);
+  for (const int64_t row : call.rows) {
+    if (row < 0 || row >= features.size(0)) {
+      fail("dkf_fuse: index must lie in [0, M = ", features.size(0), "), got ", row);
+    }
+  }
+  return call;
+}
+
+// Calls work(types) with the tensors' types: sums in T, the store in S.
+template <class Work>
+void with_types(const Tensor& features, ScalarType sums, const Work& work) {
+  const ScalarType store = features.scalar_type();
+  if (sums == ScalarType::Double && store == ScalarType::Double) {
+    work(double{}, double{});
+  } else if (sums == ScalarType::Float && store == ScalarType::Float) {
+    work(float{}, float{});
+  } else if (sums == ScalarType::Float && store == ScalarType::BFloat16) {
+    work(float{}, BFloat16{});
+  } else {
+    fail("dkf_fuse: takes float32 or bfloat16 features with float32 gates, or float64 both, got ",
+         torch::headeronly::toString(store), " and ", torch::headeronly::toString(sums));
+  }
+}
+
+}  // namespace
+
+Tensor dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional<Tensor>& index) {
+  if (gates.dim() != 3 || gates.size(1) != features.size(1)) {
+    fail("dkf_fuse: gates must be [B or 1, K, H or 1], got ", shape(gates), " for features ", shape(features));
+  }
+  const Call call = prepare(features, index, gates.size(2));
+  const Sizes& n = call.sizes;
+  if (gates.size(0) != 1 && gates.size(0) != call.batch) fail("dkf_fuse: gates are for ", gates.size(0), " images");
+  const Tensor dense_gates = torch::stable::contiguous(gates);
+  Tensor out = torch::stable::new_empty(gates, {call.batch, n.tokens, n.width()});
+  const int64_t gate_stride = gates.size(0) == 1 ? 0 : n.experts * n.heads;
+  with_types(features, gates.scalar_type(), [&](auto sum, auto stored) {
+    using T = decltype(sum);
+    const auto* store = static_cast<const decltype(stored)*>(features.data_ptr());
+    const auto* weights = static_cast<const T*>(dense_gates.data_ptr());
+    auto* to = static_cast<T*>(out.data_ptr());
+    torch::stable::parallel_for(0, call.batch, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        fuse(store + call.rows[b] * n.row_stride, weights + b * gate_stride, to + b * n.tokens * n.width(), n);
+      }
+    });
+  });
+  return out;
+}
+
+Tensor dkf_fuse_gate_gradient(const Tensor& grad, const Tensor& features, const std::optional<Tensor>& index,
+                              int64_t heads) {
+  const Call call = prepare(features, index, heads);
+  const Sizes& n = call.sizes;
+  if (grad.dim() != 3 || grad.size(0) != call.batch || grad.size(1) != n.tokens || grad.size(2) != n.width()) {
+    fail("dkf_fuse: grad must be [", call.batch, ", ", n.tokens, ", ", n.width(), "], got ", shape(grad));
+  }
+  const Tensor dense = torch::stable::contiguous(grad);
+  Tensor by_gate = torch::stable::new_empty(grad, {call.batch, n.experts, n.heads});
+  with_types(features, grad.scalar_type(), [&](auto sum, auto stored) {
+    using T = decltype(sum);
+    const auto* store = static_cast<const decltype(stored)*>(features.data_ptr());
+    const auto* from = static_cast<const T*>(dense.data_ptr());
+    auto* to = static_cast<T*>(by_gate.data_ptr());
+    torch::stable::parallel_for(0, call.batch, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        dots(store + call.rows[b] * n.row_stride, from + b * n.tokens * n.width(), to + b * n.experts * n.heads, n);
+      }
+    });
+  });
+  return by_gate;
+}
+
+}  // namespace levit
