@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from levit.expansion import rule_fires
 from levit.memory import Memory
-from levit.reference import LEViT
+from levit.reference import NO_LABEL, LEViT
 
 
 @dataclass(frozen=True)
@@ -27,33 +27,48 @@ class Event:
     """Mean training loss over this batch's updates; None: no update yet, the memory is too small."""
 
 
+Callback = Callable[["Learner", Event], object]
+"""What `Learner` calls: (learner, event); the result is ignored."""
+
+
 class Learner:
     """Drives a model, fused or reference, over a stream without task labels (Algorithm 1 [P]).
 
     Args:
         model: `levit.LEViT` or `levit.reference.LEViT`. Its active expert is trained with Adam.
         updates_per_batch: Adam steps per observed batch; None takes the configuration's.
+        on_batch: called with (learner, event) after every batch, when all is done.
+        on_expansion: the same, after batches that added an expert only, before `on_batch`.
     """
 
-    def __init__(self, model: LEViT, updates_per_batch: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LEViT,
+        updates_per_batch: int | None = None,
+        on_batch: Callback | None = None,
+        on_expansion: Callback | None = None,
+    ) -> None:
         cfg = model.cfg
         if updates_per_batch is not None and (not isinstance(updates_per_batch, int) or updates_per_batch < 1):
             raise ValueError(f"updates_per_batch: expected a whole number of at least 1, got {updates_per_batch!r}")
         self.model = model
         self.cfg = cfg
         self.updates_per_batch = updates_per_batch or cfg.updates_per_batch
+        self.on_batch = on_batch
+        self.on_expansion = on_expansion
         self.generator = torch.Generator().manual_seed(cfg.seed)
         shape = (cfg.channels, cfg.image_size, cfg.image_size)
         self.memory = Memory(cfg.memory_size, shape, like=model.weight)
         self._broken: str | None = None
         self._start_expert()
 
-    def observe(self, images: Tensor, labels: Tensor) -> Event:
+    def observe(self, images: Tensor, labels: Tensor | None = None) -> Event:
         """Learn from one batch of the stream.
 
         Args:
             images: [b, C, S, S] in [0, 1] in the model's dtype, or uint8; 1 ≤ b ≤ memory_size.
-            labels: [b] int64 in 0..num_classes-1.
+            labels: [b] int64 in 0..num_classes-1, -1 for an image without a label (it trains the VAE only); None: no
+                image has one.
 
         Raises:
             ValueError, TypeError: bad input; the learner is as it was.
@@ -63,12 +78,18 @@ class Learner:
             raise RuntimeError(
                 f"learner: an earlier observe failed half-way ({self._broken}); load a saved state first"
             )
+        if labels is None and isinstance(images, Tensor):
+            labels = torch.full(images.shape[:1], NO_LABEL, device=images.device)
         images = self._check(images, labels)
         try:
-            return self._observe(images, labels)
+            event = self._observe(images, labels)
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
+        for callback in (self.on_expansion if event.expanded else None, self.on_batch):
+            if callback is not None:
+                callback(self, event)
+        return event
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on as if never stopped: model, optimizer, memory, RNG; plain types and tensors."""
@@ -158,6 +179,6 @@ class Learner:
         if not (low >= 0 and high <= 1):
             raise ValueError(f"images: expected finite values in [0, 1], got {low:g} to {high:g}; scale them first")
         low, high = (bound.item() for bound in torch.aminmax(labels))
-        if low < 0 or high >= self.cfg.num_classes:
-            raise ValueError(f"labels: expected 0 to {self.cfg.num_classes - 1}, got {low} to {high}")
+        if low < NO_LABEL or high >= self.cfg.num_classes:
+            raise ValueError(f"labels: expected 0 to {self.cfg.num_classes - 1} (-1: none), got {low} to {high}")
         return images

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from levit import reference
@@ -18,7 +17,7 @@ from levit.config import LEViTConfig
 from levit.expert import Expert
 from levit.knowledge import KnowledgeBase, attention_weights, vae_weights
 from levit.memory import Memory
-from levit.reference import features, patches
+from levit.reference import classification_loss, features, patches
 from levit.vae import LOG_SIGMA_RANGE
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
 
@@ -116,7 +115,7 @@ class LEViT(reference.LEViT):
         images = self.check_training_batch(images, labels)
         own = features(self.active, images, self.cfg, batch_statistics=True)
         logits = self.active.head(self._fuse_training(images, own, cache), batch_statistics=True)
-        return F.cross_entropy(logits, labels) + self._vae_training_loss(images, generator)
+        return classification_loss(logits, labels) + self._vae_training_loss(images, generator)
 
     def frozen_features(self, images: Tensor) -> Tensor:
         """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E]."""

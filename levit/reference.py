@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,16 @@ from torch import Tensor, nn
 from levit.cache import MemoryCache
 from levit.config import LEViTConfig
 from levit.expert import NEGATIVE_SLOPE, Expert, linear_norm
+from levit.export import load_model, save_model
 from levit.memory import Memory
 from levit.noise import fixed_noise, position_noise
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+NO_LABEL = -1
+"""Stands in for the label of an image that has none."""
 
 
 def patches(images: Tensor, patch_size: int) -> Tensor:
@@ -65,6 +74,12 @@ def gated_sum(features: Tensor, gates: Tensor) -> Tensor:
     gates = gates[:, None] if gates.dim() == 1 else gates
     per_channel = gates.repeat_interleave(features.shape[-1] // gates.shape[1], dim=1)
     return (features * per_channel[:, None]).sum(1)
+
+
+def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over the images that have a label, [B, classes] and [B] → scalar; 0 where none has one."""
+    total = F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
+    return total / (labels != NO_LABEL).sum().clamp(min=1)
 
 
 class LEViT(nn.Module):
@@ -200,7 +215,7 @@ class LEViT(nn.Module):
 
         Args:
             images: [B, C, S, S], B ≥ 2.
-            labels: [B] int64.
+            labels: [B] int64; `NO_LABEL` (-1) where there is none, such an image trains the VAE only.
             cache: stored features of the frozen experts (`levit.LEViT`); the reference recomputes and ignores it.
             generator: draws the VAE's ε.
         """
@@ -209,7 +224,7 @@ class LEViT(nn.Module):
         with torch.no_grad():
             frozen = [features(expert, images, self.cfg) for expert in self.experts[:-1]]
         logits = self.active.head(self.fuse(torch.stack([*frozen, own], dim=1)), batch_statistics=True)
-        return F.cross_entropy(logits, labels) + self._vae_training_loss(images, generator)
+        return classification_loss(logits, labels) + self._vae_training_loss(images, generator)
 
     def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         """Adam [P] over the active expert's parameters, its gates and its head."""
@@ -282,6 +297,15 @@ class LEViT(nn.Module):
             expert.freeze()
         self.active.requires_grad_(True)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def save(self, path: str | Path) -> None:
+        """Write configuration and weights to a file (`levit.export.save_model`)."""
+        save_model(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Self:
+        """The model that `save` wrote, fused or reference as the class says; `ValueError` where the file is no such."""
+        return load_model(cls, path, device)
 
     def __accelerate__(self) -> None:
         """Become `levit.LEViT` in place (`levit_kernels.accelerate`); parameters keep their identity."""

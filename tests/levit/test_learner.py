@@ -169,8 +169,8 @@ def bad_inputs(cfg):
             ValueError,
             r"images: expected 1 to 20 \(memory_size\) of them, got 21",
         ),
-        "label high": (images, labels.clamp(min=5), ValueError, "labels: expected 0 to 4, got 5 to 5"),
-        "label negative": (images, labels - 9, ValueError, "labels: expected 0 to 4, got -"),
+        "label high": (images, labels.clamp(min=5), ValueError, r"labels: expected 0 to 4 \(-1: none\), got 5 to 5"),
+        "label negative": (images, labels - 9, ValueError, r"labels: expected 0 to 4 \(-1: none\), got -"),
         "label dtype": (images, labels.double(), TypeError, "labels: expected torch.int64, got torch.float64"),
         "label count": (images, labels[:3], ValueError, r"labels: expected \[4\], one per image, got \[3\]"),
         "label list": (images, labels.tolist(), TypeError, "labels: expected a tensor, got list"),
@@ -187,6 +187,54 @@ def test_bad_input_names_itself_and_changes_nothing(kind, case):
         learner.observe(images, labels)
     assert equal(before, learner.state_dict())
     run(learner, 8, first=7)
+
+
+def test_images_without_a_label_train_the_vae_only(kind):
+    learner = make(kind)
+    initial = copy.deepcopy(learner.model.state_dict())
+    for images, _ in stream(learner, 4):
+        event = learner.observe(images)
+    assert event.loss is not None
+    moved = {key for key, value in learner.model.state_dict().items() if not torch.equal(value, initial[key])}
+    assert any("vae" in key for key in moved)
+    assert all("vae" in key or "running" in key or "tracked" in key for key in moved)
+
+
+def test_a_label_counts_once_whoever_stands_beside_it(kind):
+    """The loss is the mean over labelled images: unlabelled ones only change the batch statistics."""
+    logits, labels = torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, -1, 3, -1, -1, 4])
+    kept = labels >= 0
+    expected = torch.nn.functional.cross_entropy(logits[kept], labels[kept])
+    torch.testing.assert_close(levit.reference.classification_loss(logits, labels), expected)
+
+
+def test_callbacks(kind):
+    seen = []
+    model = kind(small_config(gamma=1e-9)).double()
+    learner = levit.Learner(
+        model,
+        on_batch=lambda learner, event: seen.append(("batch", learner.model.num_experts, event.loss)),
+        on_expansion=lambda learner, event: seen.append(("expansion", learner.model.num_experts, len(learner.memory))),
+    )
+    events = run(learner, 6)
+    assert [entry[0] for entry in seen] == ["batch"] * 4 + ["expansion", "batch", "batch"]
+    assert seen[4] == ("expansion", 2, 0) and [e[2] for e in seen if e[0] == "batch"] == [e.loss for e in events]
+
+
+def test_a_failing_callback_leaves_the_learner_whole(kind):
+    learner = make(kind)
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    learner.on_batch = fail
+    with pytest.raises(OSError, match="disk full"):
+        run(learner, 1)
+    learner.on_batch = None
+    run(learner, 6, first=1)
+    straight = make(kind)
+    run(straight, 6)
+    assert equal(learner.state_dict(), straight.state_dict())
 
 
 def test_uint8_images_are_scaled(kind):
