@@ -20,12 +20,12 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(PYTEST)
+	$(PYTEST) --timeout=300
 
 test-full: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(PYTEST) -m "full or not full"
+	$(PYTEST) --timeout=3600 -m "full or not full"
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest bench --benchmark-only

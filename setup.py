@@ -47,7 +47,6 @@ class BuildNative(build_ext):
         root = Path() if self.inplace else Path(self.build_lib)
         library = root / self.get_ext_filename(self.extensions[0].name)
         library.parent.mkdir(parents=True, exist_ok=True)
-        library.unlink(missing_ok=True)  # an older build must not outlive a failed one
 
         torch = find_torch()
         info = {"built": False, "reason": "", "compiler": "", "flags": COMPILE_FLAGS}
@@ -62,6 +61,7 @@ class BuildNative(build_ext):
             info["built"] = True
         except (LookupError, subprocess.CalledProcessError) as error:
             info["reason"] = describe(error)
+            library.unlink(missing_ok=True)  # an older build must not outlive a failed one
 
         nvcc, found = find_nvcc(torch.cuda if torch else None)
         info["torch"] = torch.version if torch else ""
@@ -89,7 +89,9 @@ def compile_library(compiler: list[str], extension: Extension, torch: Torch, lib
 
         objects = list(pool.map(compile_source, enumerate(extension.sources)))
         # The shim of the stable ABI is in libtorch_cpu, which every torch has and `import torch` has loaded by then.
-        run([*compiler, "-shared", *objects, "-o", str(library), f"-L{torch.root / 'lib'}", "-ltorch_cpu"])
+        linked = f"{library}.new"  # a process that runs the older build keeps it
+        run([*compiler, "-shared", *objects, "-o", linked, f"-L{torch.root / 'lib'}", "-ltorch_cpu"])
+        os.replace(linked, library)
 
 
 def run(command: list[str]) -> None:

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include <torch/csrc/stable/tensor.h>
 
@@ -12,6 +13,17 @@ using torch::stable::Tensor;
 
 // codes [K, M, L], query [M, L], both float32 or both float64, any strides -> distances [K] (equation 6)
 Tensor latent_distance(const Tensor& codes, const Tensor& query);
+
+// patches [B, N, P], w_embed [K, P, Q], b_embed [K, Q], w_qkv [K, Q, 3, H, d], b_qkv [K, 3, H, d], gates none or
+// [B or 1, K, H or 1], all float32 or all float64, any strides -> [K, B, N, H*d], with gates their gated sum
+// [B, N, H*d] (equations 2-4, 8). Weights that are dense, or views of nn.Linear's layout, are read where they are.
+Tensor expert_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_qkv,
+                        const Tensor& b_qkv, const std::optional<Tensor>& gates, double negative_slope);
+
+// images [B, F], encoder w1 b1 w2 b2 w_mu b_mu w_log_sigma b_log_sigma, decoder w1 b1 w2 b2 w3 b3, every w dense
+// [K, out, in], every b [K, out], noise [S, L] or none, all float32 or all float64 -> VAE losses [B, K]. For few images.
+Tensor elbo_loss(const Tensor& images, const std::vector<Tensor>& encoder, const std::vector<Tensor>& decoder,
+                 double beta, const std::optional<Tensor>& noise);
 
 // features [M, K, N, E] float32, bfloat16 or float64 whose [N, E] are dense, gates [B or 1, K, H or 1] in the type of the
 // sums, index int64 [B] or none (B = M) -> [B, N, E] (equation 8)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from levit.config import PRESETS, LEViTConfig
+from levit.config import PRESETS, VARIANTS, LEViTConfig
 from levit.train import RunOptions
 
 TRAIN_EXAMPLES = """
 examples:
   levit train digits
-  levit train split-mnist --seed 1 --gating none --out runs/no-dkf
+  levit train split-mnist --seed 1 --variant levit-no-dkf --out runs/no-dkf
   levit train split-mnist --out runs/no-dkf --resume
   levit train split-fashion --method reference --limit 3000 --memory-size 300
 """
@@ -35,6 +35,8 @@ class TrainArguments:
 
     config: Annotated[LEViTConfig, tyro.conf.arg(name="")]
     run: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
+    variant: Literal["levit-dkf", "levit-no-dkf", "levit-dkf-fixed", "levit-dnn"] | None = None
+    """Gates that are learned, none, or constant, or MLPs as experts: sets gating or expert; their flags come on top."""
     data_dir: str | None = None
     """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
     download: bool = False
@@ -47,6 +49,8 @@ class TrainArguments:
     """Where to compute: cpu, cuda, cuda:1."""
     threads: int | None = None
     """CPU threads; default torch's."""
+    tensorboard: bool = False
+    """Also write metrics.csv's columns as event files, into the run's folder tensorboard (needs that package)."""
     quiet: bool = False
     """No progress, only the result."""
 
@@ -59,6 +63,8 @@ class EvalArguments:
     """A run directory."""
     data_dir: str | None = None
     """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
+    test_limit: int | None = None
+    """Test images, of each experience in proportion; None means all."""
     by_task: bool = False
     """Also the protocol that tells the model which images belong together; shown as `by-task (leaks)`."""
     json: bool = False
@@ -91,6 +97,28 @@ class ReportArguments:
     """Run directories."""
     write: bool = False
     """Also draw every run's plots and report.html again."""
+    compare: Path | None = None
+    """Also write this .html file, which shows the runs side by side."""
+
+
+@dataclass
+class EstimateArguments:
+    """What a model of K experts with a full memory costs on this machine: parameters, bytes, seconds. Needs no data.
+
+    Times are measured on noise for a few seconds; evaluation and the reading of files are not in them.
+    """
+
+    config: Annotated[LEViTConfig, tyro.conf.arg(name="")]
+    experts: int = 10
+    """K, the active one included."""
+    seconds: float = 3.0
+    """How long to measure; at least two batches are learned."""
+    json: bool = False
+    """Print JSON."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, cuda:1."""
+    threads: int | None = None
+    """CPU threads; default torch's."""
 
 
 def parse(kind: type[Arguments], command: str, arguments: list[str]) -> Arguments:
@@ -99,20 +127,32 @@ def parse(kind: type[Arguments], command: str, arguments: list[str]) -> Argument
 
 
 def parse_train(preset: str, arguments: list[str], stored: dict[str, Any] | None = None) -> TrainArguments:
-    """The arguments of `train`; what is not given is the preset's, or that of a `stored` config.json."""
-    if stored is None:
-        default = TrainArguments(_unresolved(PRESETS[preset]))
-    else:
-        default = TrainArguments(_unresolved(stored["config"]), RunOptions(**stored["options"]))
+    """The arguments of `train`; what is not given is the preset's and the variant's, or that of a `stored` config.json.
+
+    The variant is read first, so that it decides what the other flags default to.
+    """
+    values, options = (PRESETS[preset], {}) if stored is None else (stored["config"], stored["options"])
     description = f"{inspect.cleandoc(TrainArguments.__doc__ or '')}\n{TRAIN_EXAMPLES}"
-    return tyro.cli(
-        TrainArguments,
-        prog=f"levit train {preset}",
-        description=description,
-        args=arguments,
-        default=default,
-        config=FLAGS,
-    )
+
+    def parsed(variant: str | None) -> TrainArguments:
+        default = TrainArguments(_unresolved(values | VARIANTS[variant or "levit-dkf"]), RunOptions(**options))
+        return tyro.cli(
+            TrainArguments,
+            prog=f"levit train {preset}",
+            description=description,
+            args=arguments,
+            default=default,
+            config=FLAGS,
+        )
+
+    given = parsed(None)
+    return given if given.variant is None else parsed(given.variant)
+
+
+def parse_estimate(preset: str, arguments: list[str]) -> EstimateArguments:
+    """The arguments of `estimate`; what is not given is the preset's."""
+    default = EstimateArguments(_unresolved(PRESETS[preset]))
+    return tyro.cli(EstimateArguments, prog=f"levit estimate {preset}", args=arguments, default=default, config=FLAGS)
 
 
 def _unresolved(values: dict[str, Any]) -> LEViTConfig:

@@ -1,4 +1,4 @@
-"""The command `levit`: train, eval, predict, report, info."""
+"""The command `levit`: train, eval, predict, report, estimate, info."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from levit.arguments import EvalArguments, PredictArguments, ReportArguments, parse, parse_train
+from levit.arguments import EvalArguments, PredictArguments, ReportArguments, parse, parse_estimate, parse_train
 from levit.config import PRESETS, LEViTConfig
 from levit.report.progress import RichDisplay
 from levit.report.tables import matrix_table, result_table
+from levit.report.tensorboard import TensorBoardLog, check_tensorboard
 from levit.runs import RunDirectory, RunError, latest_run_path, new_run_path
-from levit.streams import SplitStream, load_dataset
+from levit.streams import Stream, configured_dataset
 from levit.train import Interrupted, build_stream, train
 
 OVERVIEW = f"""usage: levit COMMAND ...
@@ -31,6 +32,7 @@ commands:
   eval RUN           accuracy of a trained run on the test images
   predict RUN IMAGE  labels for image files
   report RUN...      result table of one or more runs, mean and deviation over seeds
+  estimate PRESET    parameters, bytes and seconds of a model with many experts, on this machine
   info               versions, devices, kernels
 
 presets: {", ".join(PRESETS)}
@@ -69,13 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    preset, rest = (arguments[0], arguments[1:]) if arguments else ("-", [])
-    if preset in ("-h", "--help"):
-        print(f"levit train PRESET [OPTIONS]; PRESET is one of {', '.join(PRESETS)}. The defaults below are digits'.\n")
-        preset, rest = "digits", ["--help"]
-    if preset.startswith("-"):
-        raise ValueError(f"name a preset first: levit train PRESET [OPTIONS]; presets are {', '.join(PRESETS)}")
-    LEViTConfig.preset(preset)  # an unknown one is told before anything else
+    preset, rest = _preset("train", arguments)
     args = parse_train(preset, rest)
     stem = Path("runs") / f"{preset}-{args.run.method}-seed{args.config.seed}"
     if args.resume:
@@ -87,11 +83,14 @@ def _train(arguments: list[str]) -> int:
         args.out = path
     _set_up(args.device, args.threads)
 
+    if args.tensorboard:
+        check_tensorboard()
     console = Console(stderr=True)
     stream = build_stream(args.config, args.run, args.data_dir, args.download)
     run = RunDirectory(args.out or new_run_path(stem))
     display = RichDisplay(console, len(stream), len(stream.ends), args.quiet)
-    display.say(f"{preset}: {len(stream)} images of {stream.data.name}, classes {stream.experiences}, into {run.path}")
+    what = f"{len(stream)} images of {stream.data.name}, {args.config.scenario}, {len(stream.ends)} experience(s)"
+    display.say(f"{preset}: {what}, into {run.path}")
     command = shlex.join(["levit", "train", preset, *rest])
     with display:
         results = train(
@@ -104,6 +103,7 @@ def _train(arguments: list[str]) -> int:
             device=args.device,
             command=command,
             resume=args.resume,
+            logs=[TensorBoardLog] if args.tensorboard else [],
         )
     _stdout().print(result_table([(run.read_config(), results)]))
     _write_report(run, display.say)
@@ -118,10 +118,13 @@ def _eval(arguments: list[str]) -> int:
     _set_up(args.device, args.threads)
     run = RunDirectory(args.directory)
     cfg, config = run_config(run), run.read_config()
-    data = load_dataset(cfg.dataset, args.data_dir)
+    if hook := config["stream"]["normalize"]:
+        raise RunError(f"{run.path}: trained with the hook {hook}; use levit.inference.evaluate with the same stream")
+    data = configured_dataset(cfg, args.data_dir)
     if data.sha256 != config["data"]["sha256"]:
         raise RunError(f"{run.path}: trained on other data than {data.source} (sha256 {data.sha256} differs)")
-    result = evaluate(load_model(run, args.device), SplitStream.from_config(cfg, data), args.device, args.by_task)
+    stream = Stream.from_config(cfg, data, test_limit=args.test_limit)
+    result = evaluate(load_model(run, args.device), stream, args.device, args.by_task)
     if args.json:
         print(json.dumps(result))
         return 0
@@ -168,6 +171,29 @@ def _report(arguments: list[str]) -> int:
     if args.write:
         for run in runs:
             _write_report(run, out.print)
+    if args.compare is not None:
+        _write_comparison(runs, args.compare, out.print)
+    return 0
+
+
+def _estimate(arguments: list[str]) -> int:
+    from levit.estimate import estimate
+
+    preset, rest = _preset("estimate", arguments)
+    args = parse_estimate(preset, rest)
+    _set_up(args.device, args.threads)
+    found = estimate(args.config, args.experts, args.device, args.seconds)
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    mib = {name: f"{found[name] / 2**20:,.1f} MiB" for name in ("model_bytes", "memory_bytes", "cache_bytes")}
+    stored = "" if found["cache_stores_features"] or args.experts == 1 else " (features are computed at every step)"
+    print(f"{preset}, {found['experts']} experts, {found['device']}, {found['threads']} thread(s)")
+    print(f"parameters            {found['parameters']:,} ({mib['model_bytes']} with buffers)")
+    print(f"memory                {mib['memory_bytes']} for {args.config.memory_size} images")
+    print(f"cache                 {mib['cache_bytes']}{stored}")
+    print(f"learning              {found['seconds_per_thousand_images']:.2f} s per thousand images")
+    print(f"prediction            {found['prediction_seconds_per_thousand_images']:.2f} s per thousand images")
     return 0
 
 
@@ -185,8 +211,21 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": _eval,
     "predict": _predict,
     "report": _report,
+    "estimate": _estimate,
     "info": _info,
 }
+
+
+def _preset(command: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """The preset that a command names first, and the rest; help without one is that for digits."""
+    preset, rest = (arguments[0], arguments[1:]) if arguments else ("-", [])
+    if preset in ("-h", "--help"):
+        print(f"levit {command} PRESET [OPTIONS]; PRESET is one of {', '.join(PRESETS)}. The defaults are digits'.\n")
+        return "digits", ["--help"]
+    if preset.startswith("-"):
+        raise ValueError(f"name a preset first: levit {command} PRESET [OPTIONS]; presets are {', '.join(PRESETS)}")
+    LEViTConfig.preset(preset)  # an unknown one is told before anything else
+    return preset, rest
 
 
 def _set_up(device: str, threads: int | None) -> None:
@@ -214,6 +253,21 @@ def _write_report(run: RunDirectory, say: Callable[[str], Any]) -> None:
     else:
         plots = write_plots(run)
     write_page(run, plots)
+
+
+def _write_comparison(runs: Sequence[RunDirectory], path: Path, say: Callable[[str], Any]) -> None:
+    """The page of several runs; without matplotlib it has no plots, and that is said."""
+    from levit.report.page import write_comparison
+
+    plot = None
+    try:
+        from levit.report.plots import comparison_plot, png
+    except ImportError:
+        say("no plots: matplotlib is not installed (pip install matplotlib)")
+    else:
+        plot = png(comparison_plot(runs))
+    write_comparison(runs, path, plot)
+    say(f"written: {path}")
 
 
 def _stdout() -> Console:

@@ -79,12 +79,20 @@ class LEViTConfig:
     """The one seed: expert initialisation, draws from the memory, codes, order of the stream."""
 
     # stream
+    scenario: Literal["split", "permuted", "joined", "shuffled", "drifting"] = "split"
+    """How the stream is made of the data (`levit.streams.scenarios`); the learner never sees where a part ends."""
     dataset: str = "mnist"
-    """Name of the data set: `digits` ships with scikit-learn, others are read from --data-dir or torchvision."""
+    """A data set's name, an .npz file or a folder of pictures; `joined` takes several, as in mnist+fashion."""
     classes_per_task: int = 2
-    """Classes per experience of the split stream. The learner never sees where one ends."""
-    class_order: Literal["natural", "shuffled"] = "natural"
-    """Order in which the classes come: 0, 1, 2, … or shuffled by the seed."""
+    """Classes per experience of scenarios split, joined and drifting."""
+    class_order: Literal["natural", "shuffled"] | tuple[int, ...] = "natural"
+    """Order in which the classes come: 0, 1, 2, …, shuffled by the seed (joined: each data set by itself), or given."""
+    permutations: int = 10
+    """Experiences of scenario permuted: the images as they are, then under ever new permutations of the pixels."""
+    drift: float = 1.0
+    """Scenario drifting: length of a change, in experiences; 0 is a split."""
+    shared_labels: bool = False
+    """Scenario joined: class 0 of the second data set is label 0 too, not a class of its own."""
     batch_size: int = 10
     """b: images per batch of the stream."""
 
@@ -101,7 +109,7 @@ class LEViTConfig:
         object.__setattr__(self, "vae_hidden", tuple(self.vae_hidden))
         at_least_one = (
             "image_size channels patch_size num_classes embed_dim num_heads head_dim latent_dim memory_size "
-            "train_batch updates_per_batch classes_per_task batch_size dnn_width"
+            "train_batch updates_per_batch classes_per_task batch_size dnn_width permutations"
         )
         for name in at_least_one.split():
             _expect(_is_int(value := getattr(self, name)) and value >= 1, name, "a whole number of at least 1", value)
@@ -144,23 +152,29 @@ class LEViTConfig:
         energy = self.energy_threshold
         _expect(energy is None or energy > 0, "energy_threshold", "more than 0, or None", energy)
         _expect(self.criterion != "energy" or energy, "energy_threshold", "a number, for criterion 'energy'", energy)
-        _choice(self, "class_order", ("natural", "shuffled"))
+        _choice(self, "scenario", ("split", "permuted", "joined", "shuffled", "drifting"))
+        _expect(self.drift >= 0, "drift", "0 or more", self.drift)
+        order = self.class_order
+        if not isinstance(order, str):
+            object.__setattr__(self, "class_order", order := tuple(order))
+        order_ok = order in ("natural", "shuffled") or (not isinstance(order, str) and all(map(_is_int, order)))
+        _expect(order_ok, "class_order", "natural, shuffled or the classes in their order", order)
         _choice(self, "cache_dtype", ("fp32", "bf16"))
         cache_ok = self.cache in ("auto", "off") or (_is_int(self.cache) and self.cache >= 0)
         _expect(cache_ok, "cache", "'auto', 'off' or a number of bytes", self.cache)
 
     @classmethod
-    def preset(cls, name: str, **overrides: Any) -> LEViTConfig:
-        """The preset `name` (see `PRESETS`) with fields overridden; `ValueError` suggests the nearest name."""
-        if name not in PRESETS:
-            near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)
-            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}; got {name!r}. Did you mean {near[0]!r}?")
+    def preset(cls, name: str, variant: str = "levit-dkf", **overrides: Any) -> LEViTConfig:
+        """The preset `name` (see `PRESETS`) of a `variant` (see `VARIANTS`), with fields overridden.
+
+        An unknown name raises `ValueError` that suggests the nearest.
+        """
         unknown = set(overrides) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             field = sorted(unknown)[0]
             near = difflib.get_close_matches(field, [f.name for f in dataclasses.fields(cls)], n=1, cutoff=0.0)
             raise ValueError(f"{field}: not a field of LEViTConfig. Did you mean {near[0]!r}?")
-        return cls(**(PRESETS[name] | overrides))
+        return cls(**(_known("preset", name, PRESETS) | _known("variant", variant, VARIANTS) | overrides))
 
     @property
     def num_patches(self) -> int:
@@ -222,7 +236,26 @@ def _choice(cfg: LEViTConfig, field: str, allowed: tuple[str, ...]) -> None:
     _expect(getattr(cfg, field) in allowed, field, "one of " + ", ".join(allowed), getattr(cfg, field))
 
 
-_MNIST = dict(image_size=28, channels=1, patch_size=7, gamma=9.4, memory_size=2000)
+def _known(what: str, name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    if name not in table:
+        near = difflib.get_close_matches(name, table, n=1, cutoff=0.0)
+        raise ValueError(f"{what}: expected one of {', '.join(table)}; got {name!r}. Did you mean {near[0]!r}?")
+    return table[name]
+
+
+_MNIST = dict(image_size=28, channels=1, patch_size=7, memory_size=2000)
+# Decoders of convolutional VAEs never saw a mean code, so routing averages over samples (SPEC.md, inference [D]).
+_COLOUR = dict(
+    image_size=32,
+    channels=3,
+    patch_size=8,
+    head_hidden=(500, 200),
+    vae="conv",
+    latent_dim=200,
+    route_samples=10,
+    memory_size=1000,
+    updates_per_batch=1,
+)
 
 PRESETS: dict[str, dict[str, Any]] = {
     "digits": dict(
@@ -236,7 +269,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         latent_dim=16,
         memory_size=200,
     ),
-    "split-mnist": _MNIST | dict(dataset="mnist"),
-    "split-fashion": _MNIST | dict(dataset="fashion"),
+    "split-mnist": _MNIST | dict(dataset="mnist", gamma=9.4),
+    "split-fashion": _MNIST | dict(dataset="fashion", gamma=9.4),
+    "permuted-mnist": _MNIST | dict(dataset="mnist", scenario="permuted"),
+    "split-mnist-fashion": _MNIST | dict(dataset="mnist+fashion", scenario="joined", num_classes=20),
+    "split-cifar10": _COLOUR | dict(dataset="cifar10", gamma=19.95),
+    "split-cifar100": _COLOUR
+    | dict(dataset="cifar100", num_classes=100, classes_per_task=5, memory_size=5000, gamma=19.95),
+    "split-mnist-svhn": _COLOUR | dict(dataset="mnist+svhn", scenario="joined", num_classes=20),
+    "split-miniimagenet": _COLOUR
+    | dict(
+        dataset="miniimagenet", image_size=84, patch_size=12, num_classes=100, classes_per_task=5, memory_size=10000
+    ),
 }
 """The presets of SPEC.md, by name: fields that differ from LEViTConfig's defaults."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "levit-dkf": {},
+    "levit-no-dkf": dict(gating="none"),
+    "levit-dkf-fixed": dict(gating="fixed"),
+    "levit-dnn": dict(expert="dnn"),
+}
+"""The variants of SPEC.md, by name: fields that differ from the preset's."""

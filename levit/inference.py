@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from levit import metrics
 from levit.config import LEViTConfig
 from levit.methods import METHODS
 from levit.runs import RunDirectory, RunError
-from levit.streams import SplitStream
+from levit.streams import Stream
+from levit.streams.folders import read_picture
 
 
 def run_config(run: RunDirectory) -> LEViTConfig:
@@ -38,22 +40,34 @@ def load_model(run: RunDirectory, device: str = "cpu") -> nn.Module:
     return model
 
 
-def evaluate(model: nn.Module, stream: SplitStream, device: str = "cpu", by_task: bool = False) -> dict[str, Any]:
+def evaluate(
+    model: nn.Module,
+    stream: Stream,
+    device: str = "cpu",
+    by_task: bool = False,
+    seen: Sequence[Sequence[int]] | None = None,
+) -> dict[str, Any]:
     """Accuracies (0 to 1) over the whole test set and by experience, and how many images each expert was given.
 
-    `by_task` adds the protocol that tells the model which images belong together, under the key `by-task (leaks)`.
+    Args:
+        model: the model.
+        stream: whose test images are taken.
+        device: where the model is.
+        by_task: add the protocol that tells the model which images belong together, under the key `by-task (leaks)`.
+        seen: what each expert was trained on (`metrics.route_accuracy`), which adds the route accuracy.
     """
-    data, count = stream.data, len(stream.ends)
-    experience = stream.experience_of(data.test_labels)
-    predicted = metrics.predictions(model, data, device)
-    chosen = metrics.routes(model, data, device)
+    test, count = stream.test, len(stream.ends)
+    predicted = metrics.predictions(model, test.images, device)
+    chosen = metrics.routes(model, test.images, device)
     result = {
-        "accuracy": metrics.accuracy(predicted, data.test_labels),
-        "accuracy_by_experience": metrics.accuracy_by_experience(predicted, data.test_labels, experience, count),
+        "accuracy": metrics.accuracy(predicted, test.labels),
+        "accuracy_by_experience": metrics.accuracy_by_experience(predicted, test.labels, test.experience, count),
         "images_by_expert": np.bincount(chosen, minlength=model.num_experts).tolist(),
     }
+    if seen is not None:
+        result["route_accuracy"] = metrics.route_accuracy(chosen, test.kinds, seen)
     if by_task:
-        result["by-task (leaks)"] = metrics.by_task_accuracy(model, data, experience, count, device)
+        result["by-task (leaks)"] = metrics.by_task_accuracy(model, test, count, device)
     return result
 
 
@@ -80,7 +94,7 @@ def read_images(path: str | Path, cfg: LEViTConfig) -> Tensor:
     """
     path = Path(path)
     try:
-        array = _read_npz(path) if path.suffix == ".npz" else _read_picture(path, cfg.channels)
+        array = _read_npz(path) if path.suffix == ".npz" else read_picture(path, cfg.channels)[None]
     except OSError as error:
         raise ValueError(f"{path}: cannot be read as images ({error.strerror or error})") from error
     shape = (cfg.channels, cfg.image_size, cfg.image_size)
@@ -113,12 +127,3 @@ def _read_npz(path: Path) -> np.ndarray:
     if not array.size:
         raise ValueError(f"{path}: holds no image")
     return array
-
-
-def _read_picture(path: Path, channels: int) -> np.ndarray:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ValueError(f"{path}: pictures need Pillow (pip install pillow); .npz files do not") from error
-    with Image.open(path) as picture:
-        return np.asarray(picture.convert("L" if channels == 1 else "RGB"))[None]

@@ -3,30 +3,33 @@
 R is the accuracy matrix, [T, T]: R[i, j] is the accuracy (0 to 1) on the test images of experience j after experience i
 of the stream, 0-based; NaN where no evaluation was made. A prediction is always made for one image alone, over all
 classes, and never knows the experience; the one exception is labelled `by-task (leaks)`.
+
+What a run costs stands in its results.json too (`levit.train`): updates per sample (optimizer steps / images of the
+stream), samples per second and seconds per thousand images (of learning: neither evaluation nor files), parameters
+(all experts'), and peak memory (the process's largest resident size, the data set included).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from levit.streams import Dataset
+from levit.streams import Images, TestSet
 
 EVALUATION_BATCH = 256
 
 
-def predictions(model: nn.Module, data: Dataset, device: torch.device | str = "cpu") -> np.ndarray:
-    """The model's label of every test image, argmax over all classes: [n] int64."""
-    return _over_test_set(data, device, lambda images: model(images).argmax(dim=1))
+def predictions(model: nn.Module, images: Images | Tensor, device: torch.device | str = "cpu") -> np.ndarray:
+    """The model's label of every image [n, C, S, S], argmax over all classes: [n] int64."""
+    return _joined(_batches(images, device, lambda batch: model(batch).argmax(dim=1)))
 
 
-def routes(model: nn.Module, data: Dataset, device: torch.device | str = "cpu") -> np.ndarray:
-    """The expert that each test image is routed to: [n] int64."""
-    return _over_test_set(data, device, model.route)
+def routes(model: nn.Module, images: Images | Tensor, device: torch.device | str = "cpu") -> np.ndarray:
+    """The expert that each image is routed to: [n] int64."""
+    return _joined(_batches(images, device, model.route))
 
 
 def accuracy(predicted: np.ndarray, labels: np.ndarray) -> float:
@@ -78,23 +81,33 @@ def backward_transfer(matrix: np.ndarray) -> float | None:
     return float(np.mean(changes)) if changes else None
 
 
-def by_task_accuracy(
-    model: nn.Module, data: Dataset, experience: np.ndarray, count: int, device: torch.device | str = "cpu"
-) -> float:
+def route_accuracy(chosen: np.ndarray, kinds: np.ndarray, seen: Sequence[Sequence[int]]) -> float:
+    """Share of the test images whose expert was trained on images of their kind; an upper bound of what routing can do.
+
+    A kind is a class, or a class under one permutation of the pixels (`levit.streams.Stream.kinds`): an expert that
+    never saw one cannot be right but by transfer or luck. Only the evaluator knows what an expert has seen.
+
+    Args:
+        chosen: [n] the expert of each image.
+        kinds: [n] the kind of each image.
+        seen: [K][kinds] how many images of each kind the stream showed while the expert was the active one.
+    """
+    return float((np.asarray(seen)[chosen, kinds] > 0).mean())
+
+
+def by_task_accuracy(model: nn.Module, test: TestSet, count: int, device: torch.device | str = "cpu") -> float:
     """The protocol `by-task (leaks)`: one expert per experience's test set, argmin of its summed VAE loss.
 
     It tells the model which images belong together, so it may only ever be shown under that label, to compare with
-    figures that were published that way.
+    figures that were published that way. `count` is the number of experiences.
     """
     correct = 0
-    for j in range(count):
-        rows = np.flatnonzero(experience == j)
-        part = _rows(data, rows)
-        loss = sum(batch.sum(0) for batch in _batches(part, device, model.elbo_loss))
+    for part in map(test.of_experience, range(count)):
+        loss = sum(batch.sum(0) for batch in _batches(part.images, device, model.elbo_loss))
         expert = int(loss.argmin())
-        predicted = _over_test_set(part, device, lambda images, k=expert: model.forward_expert(images, k).argmax(dim=1))
-        correct += int((predicted == data.test_labels[rows]).sum())
-    return correct / len(data.test_labels)
+        answer = lambda images, k=expert: model.forward_expert(images, k).argmax(dim=1)  # noqa: E731
+        correct += int((_joined(_batches(part.images, device, answer)) == part.labels).sum())
+    return correct / len(test)
 
 
 def summary(matrix: np.ndarray) -> dict[str, float | None]:
@@ -112,15 +125,13 @@ def _evaluated(matrix: np.ndarray) -> list[int]:
     return [i for i, row in enumerate(matrix) if not np.isnan(row).any()]
 
 
-def _rows(data: Dataset, rows: np.ndarray) -> Dataset:
-    return dataclasses.replace(data, test_images=data.test_images[rows], test_labels=data.test_labels[rows])
-
-
-def _over_test_set(data: Dataset, device: torch.device | str, function: Callable[[Tensor], Tensor]) -> np.ndarray:
-    return torch.cat(list(_batches(data, device, function))).cpu().numpy()
+def _joined(batches: Iterator[Tensor]) -> np.ndarray:
+    return torch.cat(list(batches)).cpu().numpy()
 
 
 @torch.no_grad()
-def _batches(data: Dataset, device: torch.device | str, function: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    for first in range(0, len(data.test_images), EVALUATION_BATCH):
-        yield function(data.to_float(data.test_images[first : first + EVALUATION_BATCH]).to(device))
+def _batches(
+    images: Images | Tensor, device: torch.device | str, function: Callable[[Tensor], Tensor]
+) -> Iterator[Tensor]:
+    for first in range(0, len(images), EVALUATION_BATCH):
+        yield function(images[first : first + EVALUATION_BATCH].to(device))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from levit.learner import Event
 
 
@@ -24,6 +26,8 @@ class Progress:
     """Rows of the accuracy matrix so far; None where none was due."""
     expansions: list[int] = field(default_factory=list)
     """Positions at which an expert was added."""
+    seen: list[list[int]] = field(default_factory=list)
+    """[K][kinds] images of each kind that each expert was the active one for; for the evaluator alone."""
     losses: list[float] = field(default_factory=list)
     """Since the latest row of metrics.csv; so are the other fields below."""
     min_distance: float | None = None
@@ -40,6 +44,13 @@ class Progress:
             self.min_distance = float(event.distances.min())
         if event.expanded:
             self.expansions.append(self.position)
+
+    def count_kinds(self, kinds: np.ndarray, expert: int, num_kinds: int) -> None:
+        """Take in the kinds [b] of a batch's images (`levit.streams.Stream.kinds`), and the expert that got it."""
+        while len(self.seen) <= expert:
+            self.seen.append([0] * num_kinds)
+        for kind in kinds.tolist():
+            self.seen[expert][kind] += 1
 
     def crossed(self, every: int, images: int) -> bool:
         """Whether a multiple of `every` lies within the latest batch of `images`."""

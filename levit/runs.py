@@ -1,6 +1,7 @@
 """A run directory: what one run was asked for, measured and learned; no file in it is ever half written.
 
 config.json     what was asked for: effective configuration, options, data checksums, versions, command, commit
+stream.npz      what came when: of each image its row in the data set, label, class there, and experience
 metrics.csv     one row per logged position of the stream (`COLUMNS`)
 checkpoint.pt   everything needed to go on; the latest one
 results.json    the figures; present once the run is finished
@@ -23,7 +24,7 @@ from typing import IO, Any
 import numpy
 import torch
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files in a run directory."""
 
 COLUMNS = (
@@ -106,6 +107,10 @@ class RunDirectory:
         """Write config.json."""
         write_atomically(self / "config.json", _json_writer({"format": FORMAT} | dict(config)))
 
+    def write_stream(self, record: Mapping[str, numpy.ndarray]) -> None:
+        """Write stream.npz (`levit.streams.Stream.record`)."""
+        write_atomically(self / "stream.npz", lambda file: numpy.savez_compressed(file, **record))
+
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write results.json, which marks the run as finished."""
         write_atomically(self / "results.json", _json_writer({"format": FORMAT} | dict(results)))
@@ -155,7 +160,12 @@ class RunDirectory:
 
     def _check_format(self, path: Path, version: object) -> None:
         if version != FORMAT:
-            raise RunError(f"{path}: format {version!r} of another version of levit; this one reads format {FORMAT}")
+            older = isinstance(version, int) and version < FORMAT
+            age = "an older" if older else "a newer" if isinstance(version, int) else "another"
+            raise RunError(
+                f"{path}: format {version!r} of {age} version of levit; this one reads format {FORMAT}. "
+                "Read it with the commit named in it, or train again into another --out"
+            )
 
 
 class MetricsLog:

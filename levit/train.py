@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import resource
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -21,8 +19,10 @@ from levit.config import LEViTConfig
 from levit.learner import Event
 from levit.methods import METHODS, StreamLearner
 from levit.progress import Progress
-from levit.runs import MetricsLog, RunDirectory, RunError, environment
-from levit.streams import SplitStream, load_dataset
+from levit.record import check_same, description, peak_device_memory, peak_memory
+from levit.runs import MetricsLog, RunDirectory, RunError
+from levit.streams import Stream, configured_dataset
+from levit.streams.stream import Augment, Normalize
 
 
 class Interrupted(Exception):
@@ -37,6 +37,8 @@ class RunOptions:
     """LEViT, the same in plain torch, or the floor: one expert trained on the arriving images alone."""
     limit: int | None = None
     """Images of the stream, of each experience in proportion; None means all."""
+    test_limit: int | None = None
+    """Test images, of each experience in proportion; None means all. Routing by convolutional VAEs is slow on a CPU."""
     eval_every: int = 1
     """Evaluate at the end of every n-th experience; always after the last."""
     log_every: int | None = None
@@ -52,6 +54,14 @@ class RunOptions:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
+class RowLog(Protocol):
+    """What gets the rows of metrics.csv: `levit.runs.MetricsLog`, `levit.report.tensorboard`."""
+
+    def append(self, row: Mapping[str, float | None]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Display(Protocol):
     """Who watches a run: see `levit.report.progress`."""
 
@@ -63,10 +73,16 @@ class Display(Protocol):
 
 
 def build_stream(
-    cfg: LEViTConfig, options: RunOptions, data_dir: str | None = None, download: bool = False
-) -> SplitStream:
-    """The stream of a run; `ValueError` where the method could do nothing with it."""
-    stream = SplitStream.from_config(cfg, load_dataset(cfg.dataset, data_dir, download), options.limit)
+    cfg: LEViTConfig,
+    options: RunOptions,
+    data_dir: str | None = None,
+    download: bool = False,
+    augment: Augment | None = None,
+    normalize: Normalize | None = None,
+) -> Stream:
+    """The stream of a run; `ValueError` where the method could do nothing with it. Hooks: `levit.streams.Stream`."""
+    data = configured_dataset(cfg, data_dir, download)
+    stream = Stream.from_config(cfg, data, options.limit, options.test_limit, augment, normalize)
     can_grow = METHODS[options.method].uses_memory and cfg.max_experts != 1
     if can_grow and len(stream) < cfg.memory_size:
         raise ValueError(
@@ -80,19 +96,21 @@ def train(
     run: RunDirectory,
     cfg: LEViTConfig,
     options: RunOptions,
-    stream: SplitStream,
+    stream: Stream,
     display: Display,
     *,
     preset: str,
     device: str = "cpu",
     command: str = "",
     resume: bool = False,
+    logs: Sequence[Callable[[RunDirectory, int], RowLog]] = (),
 ) -> dict[str, Any]:
     """Run a method over a stream once, into a run directory; returns what results.json holds.
 
     Args:
         run: a new directory, or with `resume` one whose run goes on from its checkpoint, as if never stopped.
         preset, command: for the record.
+        logs: what else gets every row of metrics.csv; each is made of the run and of the position that it starts from.
 
     Raises:
         RunError: the directory cannot be used, or a file could not be written; earlier files are as they were.
@@ -104,15 +122,16 @@ def train(
         if run.exists and not resume:
             what = "a finished run" if run.finished else "an unfinished run (--resume goes on with it)"
             raise RunError(f"{run.path}: holds {what}; choose another --out")
-        config = _description(cfg, options, stream, preset, command)
+        config = description(cfg, options, stream, preset, command)
         if run.exists:
-            _check_same(run, config)
+            check_same(run, config)
         model, learner = METHODS[options.method].build(cfg, device)
-        training = _Training(run, options, config, stream, model, learner, device)
+        training = _Training(run, options, config, stream, model, learner, device, logs)
         if run.exists:
             training.restore()
         else:
             run.write_config(config)
+            run.write_stream(stream.record())
         training.go(display)
         results = training.results()
         run.write_results(results)
@@ -127,10 +146,11 @@ class _Training:
     options: RunOptions
     config: dict[str, Any]
     """What config.json holds."""
-    stream: SplitStream
+    stream: Stream
     model: nn.Module
     learner: StreamLearner
     device: str
+    logs: Sequence[Callable[[RunDirectory, int], RowLog]] = ()
     progress: Progress = field(default_factory=Progress)
 
     def go(self, display: Display) -> None:
@@ -139,11 +159,17 @@ class _Training:
         threshold = model.cfg.expansion_threshold
         log_every = self.options.log_every or max(1, len(stream) // 100)
         saved = progress.position
-        with _stop_requests(display) as stop_requested, contextlib.closing(MetricsLog(self.run, saved)) as log:
+        with _stop_requests(display) as stop_requested, contextlib.ExitStack() as open_logs:
+            logs = [
+                open_logs.enter_context(contextlib.closing(log(self.run, saved))) for log in (MetricsLog, *self.logs)
+            ]
             clock = time.perf_counter()
             for images, labels in stream.batches(start=saved):
+                expert = model.num_experts - 1
                 event = self.observe(images, labels)
                 progress.seconds += time.perf_counter() - clock
+                here = slice(progress.position, progress.position + len(labels))
+                progress.count_kinds(stream.kinds[here], expert, stream.num_kinds)
                 progress.count(event, len(labels), self.learner.updates_per_batch)
                 display.batch(progress, event, model.num_experts)
 
@@ -152,7 +178,9 @@ class _Training:
                     display.evaluated(progress, experience, model.num_experts)
                 last = progress.position == len(stream)
                 if last or event.expanded or experience is not None or progress.crossed(log_every, len(labels)):
-                    log.append(progress.row(model.num_experts, threshold, experience is not None))
+                    row = progress.row(model.num_experts, threshold, experience is not None)
+                    for log in logs:
+                        log.append(row)
                 if last or stop_requested() or progress.position - saved >= self.options.checkpoint_every:
                     self.save()
                     saved = progress.position
@@ -179,14 +207,22 @@ class _Training:
                 progress.matrix.append(None)
                 continue
             start = time.perf_counter()
-            labels = self.stream.data.test_labels
-            predicted = metrics.predictions(self.model, self.stream.data, self.device)
-            progress.accuracy = metrics.accuracy(predicted, labels)
-            groups = self.stream.experience_of(labels)
-            progress.matrix.append(metrics.accuracy_by_experience(predicted, labels, groups, len(ends)))
+            test = self.stream.test
+            predicted = metrics.predictions(self.model, test.images, self.device)
+            progress.accuracy = metrics.accuracy(predicted, test.labels)
+            progress.matrix.append(metrics.accuracy_by_experience(predicted, test.labels, test.experience, len(ends)))
             progress.evaluation_seconds += time.perf_counter() - start
             evaluated = experience
         return evaluated
+
+    def route_accuracy(self) -> float | None:
+        """At the end of the stream; None where there is one expert and nothing to choose."""
+        if self.model.num_experts == 1:
+            return None
+        test, kinds = self.stream.test, self.stream.num_kinds
+        unused = [[0] * kinds] * (self.model.num_experts - len(self.progress.seen))
+        chosen = metrics.routes(self.model, test.images, self.device)
+        return metrics.route_accuracy(chosen, test.kinds, self.progress.seen + unused)
 
     def save(self) -> None:
         """Write the checkpoint."""
@@ -218,18 +254,23 @@ class _Training:
             "seed": self.config["config"]["seed"],
             "commit": self.config["commit"],
             "final_accuracy": progress.accuracy,
+            "route_accuracy": self.route_accuracy(),
             **metrics.summary(matrix),
             "accuracy_matrix": progress.matrix,
             "num_experts": self.model.num_experts,
             "expansions": progress.expansions,
+            "seen": progress.seen,
             "images": images,
             "limit": self.options.limit,
+            "test_images": len(self.stream.test),
             "updates_per_sample": progress.updates / images,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "seconds": progress.seconds,
             "evaluation_seconds": progress.evaluation_seconds,
             "seconds_per_thousand_images": 1000 * progress.seconds / images,
-            "peak_memory_mib": _peak_memory(),
+            "samples_per_second": images / progress.seconds,
+            "peak_memory_mib": peak_memory(),
+            "peak_device_memory_mib": peak_device_memory(self.device),
             "device": self.device,
             "threads": torch.get_num_threads(),
         }
@@ -241,43 +282,6 @@ class _Training:
             "options": self.config["options"],
             "stream": self.config["stream"]["sha256"],
         }
-
-
-def _description(
-    cfg: LEViTConfig, options: RunOptions, stream: SplitStream, preset: str, command: str
-) -> dict[str, Any]:
-    """What config.json holds."""
-    return {
-        "preset": preset,
-        "command": command,
-        "config": cfg.to_dict(),
-        "options": dataclasses.asdict(options),
-        "data": {"name": stream.data.name, "source": stream.data.source, "sha256": stream.data.sha256},
-        "stream": {
-            "images": len(stream),
-            "class_order": stream.class_order,
-            "ends": stream.ends,
-            "sha256": stream.checksum(),
-        },
-        **environment(),
-    }
-
-
-def _check_same(run: RunDirectory, config: dict[str, Any]) -> None:
-    """`RunError` naming the first difference to the run in the directory."""
-    before = run.read_config()
-    for part in ("config", "options", "data", "stream"):
-        for key, now in config[part].items():
-            was = before.get(part, {}).get(key)
-            # Where a file lies may change; what is in it may not.
-            if was != now and (part, key) != ("data", "source"):
-                raise RunError(f"{run.path}: {part}.{key} was {was!r} in this run, now {now!r}; choose another --out")
-
-
-def _peak_memory() -> float:
-    """The process's largest resident size so far, MiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 @contextlib.contextmanager

@@ -4,63 +4,19 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "../errors.h"
+#include "dot.h"
 #include "multiversion.h"
 
 namespace levit {
 namespace {
 
 using torch::headeronly::ScalarType;
-
-template <class T, int kBytes>
-using Vector __attribute__((vector_size(kBytes))) = T;
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-// One vector of sums, T wide; a bfloat16 is the upper half of a float.
-template <class T>
-constexpr int kLanes = 64 / sizeof(T);
-
-template <class T>
-using Lanes = Vector<T, 64>;
-
-template <class T>
-LEVIT_INLINE Lanes<T> load(const T* from) {
-  Lanes<T> lanes;
-  std::memcpy(&lanes, from, sizeof(lanes));
-  return lanes;
-}
-
-template <class T>
-LEVIT_INLINE Lanes<T> load(const BFloat16* from) {
-  Vector<uint16_t, 32> halves;
-  std::memcpy(&halves, from, sizeof(halves));
-  const auto words = __builtin_convertvector(halves, Vector<uint32_t, 64>) << 16;
-  Lanes<float> lanes;
-  std::memcpy(&lanes, &words, sizeof(lanes));
-  return lanes;
-}
-
-template <class T, class S>
-LEVIT_INLINE T value(S from) {
-  if constexpr (std::is_same_v<S, BFloat16>) {
-    const uint32_t word = static_cast<uint32_t>(from.bits) << 16;
-    float number;
-    std::memcpy(&number, &word, sizeof(number));
-    return number;
-  } else {
-    return from;
-  }
-}
 
 // The sizes of one call, and how many numbers lie between two rows, two experts of the store.
 struct Sizes {
@@ -72,27 +28,9 @@ struct Sizes {
 template <class T, class S>
 LEVIT_INLINE void add_scaled(T* sum, const S* feature, T weight, int64_t count) {
   int64_t i = 0;
-  for (; i + kLanes<T> <= count; i += kLanes<T>) {
-    const Lanes<T> total = load<T>(sum + i) + weight * load<T>(feature + i);
-    std::memcpy(sum + i, &total, sizeof(total));
-  }
-  for (; i < count; ++i) sum[i] += weight * value<T>(feature[i]);
-}
-
-template <class T, class S>
-LEVIT_INLINE T dot(const T* a, const S* b, int64_t count) {
-  constexpr int kSums = 4;  // independent sums hide the latency of the multiply-add
-  Lanes<T> sums[kSums] = {};
-  int64_t i = 0;
-  for (; i + kSums * kLanes<T> <= count; i += kSums * kLanes<T>) {
-    for (int s = 0; s < kSums; ++s) sums[s] += load<T>(a + i + s * kLanes<T>) * load<T>(b + i + s * kLanes<T>);
-  }
-  for (; i + kLanes<T> <= count; i += kLanes<T>) sums[0] += load<T>(a + i) * load<T>(b + i);
-  const Lanes<T> all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  T total = 0;
-  for (; i < count; ++i) total += a[i] * value<T>(b[i]);
-  for (int lane = 0; lane < kLanes<T>; ++lane) total += all[lane];
-  return total;
+  constexpr int kWidth = kLanesOf<T>;
+  for (; i + kWidth <= count; i += kWidth) store(sum + i, load_as<T>(sum + i) + weight * load_as<T>(feature + i));
+  for (; i < count; ++i) sum[i] += weight * value_as<T>(feature[i]);
 }
 
 // One image: out [N, E] from its row of the store. A gate of exactly zero drops its expert, NaN and all.

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from levit.report.tables import COLUMNS
+from levit.report.tables import COLUMNS, HEADINGS, result_rows
 from levit.runs import RunDirectory, write_atomically
 
 CAPTIONS = {
@@ -16,6 +16,8 @@ CAPTIONS = {
     "matrix.png": "Accuracy on each experience's test images (columns) after each experience (rows).",
     "gates.png": "Gates: how much each expert's classifier (row) takes of each expert's features (column).",
     "samples.png": "Images drawn from each expert's autoencoder, one row per expert, 0 the oldest.",
+    "comparison.png": "Every run: test accuracy over all classes, and experts, over the stream; then each experience's "
+    "accuracy at the end.",
 }
 
 STYLE = """
@@ -24,6 +26,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
 figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; } figcaption { color: #555; }
+.wide { overflow-x: auto; }
 code { font-size: .9rem; overflow-wrap: anywhere; }
 """
 
@@ -31,32 +34,63 @@ code { font-size: .9rem; overflow-wrap: anywhere; }
 def write_page(run: RunDirectory, plots: Sequence[Path]) -> Path:
     """Write a finished run's report.html, with these plots inside; returns its path."""
     config, results = run.read_config(), run.read_results()
-    title = f"{config['preset']} {config['options']['method']} seed {config['config']['seed']}"
-    figures = [_heading("Plots"), *map(_figure, plots)] if plots else []
+    title = run_title(config)
+    figures = [_heading("Plots"), *(_figure(path.name, path.read_bytes()) for path in plots)] if plots else []
+    stream = config["stream"]
+    parts = [
+        _rows({name: show(results[key]) for key, (name, show) in COLUMNS.items() if results.get(key) is not None}),
+        *figures,
+        _heading("How to get this again"),
+        _rows(
+            {
+                "command": config["command"],
+                "commit": results["commit"] or "not a checkout",
+                "data": f"{config['data']['name']}, sha256 {config['data']['sha256']}",
+                "scenario": stream["scenario"],
+                "classes, by experience": "; ".join(" ".join(map(str, group)) for group in stream["experiences"]),
+                "images": f"{results['images']}",
+                "test images": f"{results['test_images']}",
+                **config["versions"],
+            }
+        ),
+        _heading("Configuration"),
+        _rows(config["config"] | config["options"]),
+    ]
+    return _write(run / "report.html", title, parts)
+
+
+def write_comparison(runs: Sequence[RunDirectory], path: Path, plot: bytes | None) -> Path:
+    """Write a page with the result table of several finished runs, and a plot (PNG) of them all; returns its path."""
+    contents = [(run.read_config(), run.read_results()) for run in runs]
+    cells = result_rows(contents)
+    columns = zip(HEADINGS, *cells, strict=True)  # a run per column: few runs, many figures
+    body = "".join(f"<tr><th>{escape(name)}" + "".join(f"<td>{escape(cell)}" for cell in row) for name, *row in columns)
+    figures = [] if plot is None else [_heading("Plots"), _figure("comparison.png", plot)]
+    listed = {str(run.path): config["command"] for run, (config, _) in zip(runs, contents, strict=True)}
+    parts = [
+        f"<div class=wide><table>{body}</table></div>",
+        *figures,
+        _heading("Runs"),
+        _rows(listed),
+    ]
+    return _write(path, "Runs side by side", parts)
+
+
+def run_title(config: Mapping[str, Any]) -> str:
+    """What a run is called: preset, method and seed."""
+    return f"{config['preset']} {config['options']['method']} seed {config['config']['seed']}"
+
+
+def _write(path: Path, title: str, parts: Sequence[str]) -> Path:
     text = "\n".join(
         [
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
             f"<h1>{escape(title)}</h1>",
             "<p>One pass over the stream, no task labels; accuracy per sample over all classes.</p>",
-            _rows({name: show(results[key]) for key, (name, show) in COLUMNS.items() if results.get(key) is not None}),
-            *figures,
-            _heading("How to get this again"),
-            _rows(
-                {
-                    "command": config["command"],
-                    "commit": results["commit"] or "not a checkout",
-                    "data": f"{config['data']['name']}, sha256 {config['data']['sha256']}",
-                    "order of classes": " ".join(map(str, config["stream"]["class_order"])),
-                    "images": f"{results['images']}",
-                    **config["versions"],
-                }
-            ),
-            _heading("Configuration"),
-            _rows(config["config"] | config["options"]),
+            *parts,
             "</html>\n",
         ]
     )
-    path = run / "report.html"
     write_atomically(path, lambda file: file.write(text.encode()))
     return path
 
@@ -70,9 +104,9 @@ def _rows(content: Mapping[str, Any]) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _figure(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode()
-    caption = escape(CAPTIONS.get(path.name, path.stem))
+def _figure(name: str, image: bytes) -> str:
+    data = base64.b64encode(image).decode()
+    caption = escape(CAPTIONS.get(name, Path(name).stem))
     return (
         f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
     )

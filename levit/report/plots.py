@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from levit.inference import load_model
+from levit.report.tables import run_label
 from levit.runs import RunDirectory, write_atomically
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#d1661d", "#8a8a8a"
@@ -31,8 +33,15 @@ def write_plots(run: RunDirectory) -> list[Path]:
         if model.cfg.gating == "learned" and model.num_experts > 1:
             figures["gates.png"] = gates_plot(model)
     for name, figure in figures.items():
-        write_atomically(run / name, lambda file, figure=figure: figure.savefig(file, format="png", dpi=130))
+        write_atomically(run / name, lambda file, figure=figure: file.write(png(figure)))
     return [run / name for name in figures]
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG file's content."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=130)
+    return file.getvalue()
 
 
 def accuracy_plot(
@@ -71,6 +80,32 @@ def accuracy_plot(
         for change in ends[:-1]:
             panel.axvline(change, color=GREY, linewidth=0.8, linestyle=":")
     panels[-1].set(xlabel="images of the stream (dotted: changes, which the learner is not told)", xlim=(0, ends[-1]))
+    return figure
+
+
+def comparison_plot(runs: Sequence[RunDirectory]) -> Figure:
+    """Runs side by side: accuracy and experts over the stream, and the last row of each accuracy matrix."""
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1)
+    width = 0.8 / len(runs)
+    for i, run in enumerate(runs):
+        config, results, rows = run.read_config(), run.read_results(), run.read_metrics()
+        label = f"{run_label(config)} seed {config['config']['seed']}"
+        color = f"C{i % 10}"
+        evaluated = [row for row in rows if row["accuracy"] is not None]
+        top.plot(*_columns(evaluated, "accuracy", 100), "o-", color=color, label=label)
+        samples, experts = _columns(rows, "experts")
+        middle.step([0, *samples], [1, *experts], where="post", color=color)
+        last = 100 * np.array(results["accuracy_matrix"][-1])
+        bottom.bar(1 + np.arange(len(last)) + (i - (len(runs) - 1) / 2) * width, last, width, color=color)
+    top.set(ylim=(0, 102), ylabel="test accuracy %, all classes", xlabel="images of the stream")
+    middle.set(ylim=(0, None), ylabel="experts", xlabel="images of the stream")
+    bottom.set(ylim=(0, 102), ylabel="accuracy % at the end", xlabel="experience")
+    for panel in (middle.yaxis, bottom.xaxis):
+        panel.get_major_locator().set_params(integer=True)
+    for panel in (top, middle, bottom):
+        panel.grid(alpha=0.3)
+    figure.legend(loc="outside upper left", frameon=False)
     return figure
 
 

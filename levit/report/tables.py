@@ -12,6 +12,7 @@ from levit.config import PRESETS, LEViTConfig
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "final_accuracy": ("accuracy %", lambda v: f"{100 * v:.2f}"),
+    "route_accuracy": ("route %", lambda v: f"{100 * v:.2f}"),
     "average_accuracy": ("average %", lambda v: f"{100 * v:.2f}"),
     "anytime_accuracy": ("anytime %", lambda v: f"{100 * v:.2f}"),
     "forgetting": ("forgetting", lambda v: f"{100 * v:.2f}"),
@@ -19,26 +20,36 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "num_experts": ("experts", lambda v: f"{v:g}" if v == int(v) else f"{v:.1f}"),
     "updates_per_sample": ("updates/image", lambda v: f"{v:.2f}"),
     "parameters": ("parameters", lambda v: f"{v / 1e6:.2f} M"),
-    "seconds_per_thousand_images": ("s/1000 images", lambda v: f"{v:.1f}"),
+    "samples_per_second": ("images/s", lambda v: f"{v:.0f}"),
     "peak_memory_mib": ("peak MiB", lambda v: f"{v:.0f}"),
 }
 """Fields of results.json that the table shows: heading and format. Definitions: `levit.metrics`."""
 
 
-def result_table(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Table:
-    """A table of runs, each given as (config.json, results.json); those that differ in the seed alone share a row."""
+HEADINGS = ("run", "seeds", *(heading for heading, _ in COLUMNS.values()))
+
+
+def result_rows(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[tuple[str, ...]]:
+    """Cells under `HEADINGS`, of runs given as (config.json, results.json); seeds of one configuration share a row."""
     groups: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for config, results in runs:
-        groups.setdefault(_label(config), []).append((config, results))
-    table = Table(title="Per-sample accuracy over all classes, one pass, no task labels", title_justify="left")
-    table.add_column("run", overflow="fold")
-    table.add_column("seeds", justify="right")
-    for heading, _ in COLUMNS.values():
-        table.add_column(heading, justify="right")
+        groups.setdefault(run_label(config), []).append((config, results))
+    rows = []
     for label, members in groups.items():
         seeds = sorted(config["config"]["seed"] for config, _ in members)
         cells = [_cell([results.get(name) for _, results in members], show) for name, (_, show) in COLUMNS.items()]
-        table.add_row(label, ",".join(map(str, seeds)), *cells)
+        rows.append((label, ",".join(map(str, seeds)), *cells))
+    return rows
+
+
+def result_table(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Table:
+    """`result_rows` for a terminal."""
+    table = Table(title="Per-sample accuracy over all classes, one pass, no task labels", title_justify="left")
+    table.add_column(HEADINGS[0], overflow="fold")
+    for heading in HEADINGS[1:]:
+        table.add_column(heading, justify="right")
+    for row in result_rows(runs):
+        table.add_row(*row)
     return table
 
 
@@ -64,13 +75,14 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def _label(config: Mapping[str, Any]) -> str:
+def run_label(config: Mapping[str, Any]) -> str:
     """Preset, method, and every choice that differs from the preset's, but for the seed."""
     preset = config["preset"]
     usual = LEViTConfig.preset(preset).to_dict() if preset in PRESETS else {}
     changes = {key: value for key, value in config["config"].items() if key != "seed" and usual.get(key) != value}
-    if config["options"]["limit"] is not None:
-        changes["limit"] = config["options"]["limit"]
+    for option in ("limit", "test_limit"):
+        if config["options"][option] is not None:
+            changes[option] = config["options"][option]
     return " ".join([preset, config["options"]["method"], *(f"{key}={value}" for key, value in changes.items())])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -10,8 +11,28 @@ from .. import gates as gating
 from .. import native
 from .._check import at_least_float32
 from ..composed import dkf_fuse as composed_dkf_fuse
+from ..composed import elbo_loss as composed_elbo_loss
+from ..composed.expert_attention import expert_attention_train
+from ..composed.expert_attention_backward import expert_attention_backward
 from ..composed.latent_distance import latent_distance_backward
 from .registry import Backend, device_of
+
+
+def expert_attention(
+    patches: torch.Tensor,
+    w_embed: torch.Tensor,
+    b_embed: torch.Tensor,
+    w_qkv: torch.Tensor,
+    b_qkv: torch.Tensor,
+    gates: torch.Tensor | None,
+    negative_slope: float,
+) -> torch.Tensor:
+    """See levit_kernels.expert_attention."""
+    tensors = (patches, w_embed, b_embed, w_qkv, b_qkv)
+    if gates is not None:
+        sums = torch.promote_types(patches.dtype, gates.dtype)  # float64 gates of float32 patches: all in float64
+        tensors, gates = tuple(x.to(sums) for x in tensors), gating.expand(gates).to(sums)
+    return torch.ops.levit_native.expert_attention(*tensors, gates, negative_slope)
 
 
 def latent_distance(codes: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -58,6 +79,29 @@ def _sums(features: torch.Tensor, gates: torch.Tensor) -> torch.dtype:
     return at_least_float32(torch.promote_types(features.dtype, gates.dtype))
 
 
+def elbo_loss(
+    images: torch.Tensor,
+    encoder: Sequence[torch.Tensor],
+    decoder: Sequence[torch.Tensor],
+    beta: float,
+    noise: torch.Tensor | None,
+) -> torch.Tensor:
+    """See levit_kernels.elbo_loss. Many images make matrix products, which torch computes at the CPU's peak."""
+    rows = len(images) * (1 if noise is None else len(noise))
+    if rows > MOST_ROWS:
+        return composed_elbo_loss.elbo_loss(images, encoder, decoder, beta, noise)
+    encoder, decoder = ([_rows_of(x) for x in weights] for weights in (encoder, decoder))
+    return torch.ops.levit_native.elbo_loss(images, encoder, decoder, beta, noise)
+
+
+def _rows_of(weights: torch.Tensor) -> torch.Tensor:
+    """[K, in, out] as dense [K, out, in], which nn.Linear's layout is already; a bias [K, out] as dense."""
+    return (weights.transpose(1, 2) if weights.dim() == 3 else weights).contiguous()
+
+
+MOST_ROWS = 10
+"""Codes up to which reading the weights, not the arithmetic, is what elbo_loss costs."""
+
 STORES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -66,8 +110,13 @@ STORES = (
 """What dkf_fuse has kernels for: dtype of the store, dtype of the sums."""
 
 OPS = {
+    "expert_attention": expert_attention,
+    "expert_attention_train": expert_attention_train,
+    "expert_attention_backward": expert_attention_backward,
     "latent_distance": latent_distance,
     "latent_distance_backward": latent_distance_backward,
+    "elbo_loss": elbo_loss,
+    "elbo_loss_backward": composed_elbo_loss.elbo_loss_backward,
     "dkf_fuse": dkf_fuse,
     "dkf_fuse_backward": dkf_fuse_backward,
 }
@@ -89,6 +138,8 @@ def refuse(op: str, args: tuple) -> str | None:
         if (features.dtype, _sums(features, gates)) not in STORES:
             return f"takes no {features.dtype} features with {gates.dtype} gates"
         return None
+    if op.startswith("expert_attention"):
+        args = args[1:2]  # the dtype of patches and weights; gates may have any
     for x in args:
         if isinstance(x, torch.Tensor) and x.dtype not in (torch.float32, torch.float64):
             return f"takes float32 and float64, got {x.dtype}"

@@ -45,7 +45,7 @@ def project(tmp_path):
 
 @pytest.fixture
 def new_environment(tmp_path):
-    """(with_torch, **variables) -> run(*command): Python of a new virtual environment, run far from the project."""
+    """(with_torch, **variables) -> run(program, *arguments): a new environment's program, far from the project."""
     home = tmp_path / "venv"
 
     def make(with_torch, **variables):
@@ -56,15 +56,15 @@ def new_environment(tmp_path):
         environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         environment |= {name: value.format(bin=bin_folder) for name, value in variables.items()}
 
-        def run(*command):
+        def run(program, *arguments):
             done = subprocess.run(
-                [bin_folder / "python", *command], capture_output=True, text=True, cwd=tmp_path, env=environment
+                [bin_folder / program, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment
             )
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout + done.stderr
 
         if with_torch:
-            site_packages = Path(run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+            site_packages = Path(run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
             (site_packages / "outer.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
         return run
 
@@ -74,9 +74,9 @@ def new_environment(tmp_path):
 
 def test_one_command_installs_into_an_empty_environment(project, new_environment):
     run = new_environment(with_torch=False, LEVIT_REQUIRE_NATIVE="1")
-    run("-m", "pip", "install", "-e", project)
-    assert run("-c", USE_NATIVE).split() == [str(project / "levit_kernels/native.py"), "[6.0,", "6.0]"]
-    assert "train" in run("-m", "levit.cli", "--help")
+    run("python", "-m", "pip", "install", "-e", project)
+    assert run("python", "-c", USE_NATIVE).split() == [str(project / "levit_kernels/native.py"), "[6.0,", "6.0]"]
+    assert "train" in run("levit", "--help")
     assert (project / "levit_kernels/_C.abi3.so").exists()
 
 
@@ -87,29 +87,29 @@ def test_one_command_installs_into_an_empty_environment(project, new_environment
 )
 def test_without_a_compiler_it_installs_and_tells_why_nothing_is_native(project, new_environment, variables, reason):
     run = new_environment(with_torch=True, **variables)
-    assert "WITHOUT native kernels" in run("-m", "pip", "install", "-v", "--no-deps", "-e", project)
-    told = run("-c", ASK_NATIVE)
+    assert "WITHOUT native kernels" in run("python", "-m", "pip", "install", "-v", "--no-deps", "-e", project)
+    told = run("python", "-c", ASK_NATIVE)
     assert told.startswith("(False") and reason in told and "reinstall" in told
     assert not (project / "levit_kernels/_C.abi3.so").exists()
 
 
 def test_a_failed_rebuild_leaves_no_older_library_behind(project, new_environment):
     run = new_environment(with_torch=True)
-    install = ("-m", "pip", "install", "--no-deps", "-e", project)
+    install = ("python", "-m", "pip", "install", "--no-deps", "-e", project)
     run(*install)
-    run("-c", USE_NATIVE)
+    run("python", "-c", USE_NATIVE)
     with open(project / "csrc/module.cpp", "a") as module:
         module.write("#error broken on purpose\n")
     run(*install)
-    told = run("-c", ASK_NATIVE)
+    told = run("python", "-c", ASK_NATIVE)
     assert told.startswith("(False") and "broken on purpose" in told
 
 
 def test_a_wheel_holds_the_library_and_serves_every_later_python(project, new_environment, tmp_path):
     run = new_environment(with_torch=True)
-    run("-m", "pip", "wheel", "--no-deps", "-w", tmp_path / "wheels", project)
+    run("python", "-m", "pip", "wheel", "--no-deps", "-w", tmp_path / "wheels", project)
     (wheel,) = (tmp_path / "wheels").iterdir()
     assert wheel.name.startswith("levit_kernels-") and "-cp310-abi3-" in wheel.name
     shutil.rmtree(project)
-    run("-m", "pip", "install", "--no-deps", wheel)
-    assert run("-c", USE_NATIVE).endswith("[6.0, 6.0]\n")
+    run("python", "-m", "pip", "install", "--no-deps", wheel)
+    assert run("python", "-c", USE_NATIVE).endswith("[6.0, 6.0]\n")

@@ -1,6 +1,7 @@
 """Tiny data sets, on disk and in memory, that the tests of streams and runs share."""
 
 import numpy as np
+from PIL import Image
 
 from levit.streams import Dataset
 
@@ -30,3 +31,10 @@ def dataset(train=(5, 5, 5, 5), test=(2, 2, 2, 2), size=2):
     images = {part: np.arange(len(y), dtype=np.uint8)[:, None, None, None] for part, y in labels.items()}
     images = {part: np.broadcast_to(x, (len(x), 1, size, size)).copy() for part, x in images.items()}
     return Dataset("tiny", images["a"], labels["a"], images["b"], labels["b"], 255, "made up", "0")
+
+
+def save_pictures(folder, shades, side):
+    """One picture of a single shade each, named so that they sort by shade."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for shade in shades:
+        Image.fromarray(np.full((side, side, 3), shade, np.uint8)).save(folder / f"{shade:03d}.png")

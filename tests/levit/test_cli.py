@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stream_helpers import keras_arrays, write_npz
+from stream_helpers import keras_arrays, save_pictures, write_npz
 
 from levit import cli
+from levit.arguments import parse_train
 from levit.config import PRESETS, LEViTConfig
 from levit.methods import METHODS
 from levit.runs import RunDirectory
@@ -69,7 +70,16 @@ class TestHelp:
             cli.main(["train", "split-mnist", "--help"])
         assert stop.value.code == 0
         text = capsys.readouterr().out
-        for name in (*LEViTConfig().to_dict(), *vars(RunOptions()), "out", "resume", "data_dir", "download", "threads"):
+        for name in (
+            *LEViTConfig().to_dict(),
+            *vars(RunOptions()),
+            "out",
+            "resume",
+            "data_dir",
+            "download",
+            "threads",
+            "variant",
+        ):
             assert f"--{name.replace('_', '-')} " in text, name
         assert "Adam steps per batch" in text and "(default: 9.4)" in text and "examples:" in text
 
@@ -78,7 +88,7 @@ class TestHelp:
             cli.main(["train", "--help"])
         assert stop.value.code == 0 and "PRESET is one of digits, split-mnist" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("command", ["eval", "predict", "report"])
+    @pytest.mark.parametrize("command", ["eval", "predict", "report", "estimate"])
     def test_other_commands(self, command, capsys):
         with pytest.raises(SystemExit) as stop:
             cli.main([command, "--help"])
@@ -197,6 +207,55 @@ class TestTrain:
         config = json.loads((here / "a" / "config.json").read_text())
         assert config["data"]["source"] == str(here / "mnist.npz") and config["stream"]["images"] == 80
 
+    def test_a_folder_of_pictures(self, no_report, here):
+        for label, first in (("cat", 0), ("dog", 100)):
+            save_pictures(here / "pets" / label, range(first, first + 30), 9)
+        flags = "--image-size 8 --channels 1 --patch-size 4 --num-classes 2 --classes-per-task 1 --memory-size 20"
+        arguments = [*flags.split(), "--train-batch", "8", "--threads", "1", "--quiet", "--out", "a"]
+        assert cli.main(["train", "digits", "--dataset", "./pets", *arguments]) == 0
+        stream = json.loads((here / "a" / "config.json").read_text())["stream"]
+        assert stream["images"] == 48 and [c["original_label"] for c in stream["classes"]] == ["cat", "dog"]
+        assert cli.main(["eval", "a"]) == 0
+
+    def test_data_that_the_configuration_does_not_fit(self, capsys, here):
+        write_npz(here, "mine", **keras_arrays(size=8, classes=4))
+        message = failing(capsys, 2, "train", "digits", "--dataset", "mine.npz")
+        assert "num_classes: the configuration says 10, data set mine has 4; pass --num-classes 4" in message
+
+    @pytest.mark.parametrize(
+        ("flags", "expected"),
+        [
+            (["--variant", "levit-no-dkf"], dict(gating="none", expert="vit")),
+            (["--variant=levit-dkf-fixed"], dict(gating="fixed")),
+            (["--variant", "levit-dnn", "--dnn-width", "20"], dict(expert="dnn", gating="learned", dnn_width=20)),
+            (["--gating", "fixed", "--variant", "levit-dnn"], dict(expert="dnn", gating="fixed")),
+            ([], dict(gating="learned", expert="vit")),
+        ],
+        ids=lambda value: "".join(value) if isinstance(value, list) else "",
+    )
+    def test_variants(self, flags, expected):
+        config = parse_train("digits", [*flags, "--seed", "3"]).config
+        assert {name: getattr(config, name) for name in expected} == expected and config.seed == 3
+
+    def test_a_variant_runs_and_goes_on(self, no_report, here, capsys):
+        arguments = [*QUICK, "--variant", "levit-dnn", "--max-experts", "2", "--quiet", "--out", "a"]
+        assert cli.main(arguments) == 0
+        assert "expert=dnn" in capsys.readouterr().out
+        assert cli.main([*arguments, "--resume"]) == 0
+
+    def test_other_scenarios(self, no_report, here):
+        for flags in (["permuted", "--permutations", "2"], ["drifting", "--drift", "0.5"], ["shuffled"]):
+            arguments = [*QUICK, "--method", "finetune", "--quiet", "--out", flags[0], "--scenario", *flags]
+            assert cli.main(arguments) == 0
+            config = json.loads((here / flags[0] / "config.json").read_text())
+            assert config["stream"]["scenario"] == flags[0]
+            assert len(config["stream"]["ends"]) == {"permuted": 2, "drifting": 5, "shuffled": 1}[flags[0]]
+
+    def test_class_order_in_numbers(self):
+        order = "3 1 2 0 4 5 6 7 8 9".split()
+        assert parse_train("digits", ["--class-order", *order]).config.class_order == tuple(map(int, order))
+        assert parse_train("digits", ["--class-order", "shuffled"]).config.class_order == "shuffled"
+
     def test_ctrl_c_then_resume(self, no_report, monkeypatch, capsys, here):
         """In the default directory, with the run's own flags remembered; equal to a run that was not stopped."""
         assert cli.main([*QUICK, "--seed", "5", "--out", "whole", "--quiet"]) == 0
@@ -272,8 +331,8 @@ class TestUse:
     @pytest.mark.parametrize(
         ("name", "content", "said"),
         [
-            ("none.png", None, "cannot be read as images"),
-            ("bad.png", b"no picture", "cannot be read as images"),
+            ("none.png", None, "missing, truncated or no picture"),
+            ("bad.png", b"no picture", "missing, truncated or no picture"),
             ("bad.npz", b"no zip", "bad.npz: "),
             ("large.npz", dict(images=np.zeros((2, 28, 28), np.uint8)), "expected images of 8x8 pixels"),
             ("two.npz", dict(a=np.zeros((2, 8, 8)), b=np.zeros(3)), "expected one array"),
@@ -292,6 +351,27 @@ class TestUse:
             np.savez(here / name, **content)
         message = failing(capsys, 2, "predict", str(trained), name)
         assert re.search(said, message) and name in message
+
+    def test_eval_on_fewer_images(self, trained, capsys):
+        assert cli.main(["eval", str(trained), "--json", "--test-limit", "50"]) == 0
+        assert sum(json.loads(capsys.readouterr().out)["images_by_expert"]) == 50
+
+    def test_eval_wants_the_normalisation_hook(self, trained, capsys, here):
+        run = RunDirectory(here / "copy")
+        run.path.mkdir()
+        config = RunDirectory(trained).read_config()
+        run.write_config(config | {"stream": config["stream"] | {"normalize": "whiten"}})
+        assert "trained with the hook whiten; use levit.inference.evaluate" in failing(capsys, 1, "eval", str(run.path))
+
+    def test_two_methods_side_by_side(self, trained, no_report, capsys, here):
+        assert cli.main([*QUICK, "--method", "finetune", "--out", "floor", "--quiet"]) == 0
+        capsys.readouterr()
+        assert cli.main(["report", str(trained), "floor", "--compare", "both.html"]) == 0
+        assert "written: both.html" in capsys.readouterr().out
+        text = (here / "both.html").read_text()
+        for run in (trained, "floor"):
+            assert f"<td>{100 * RunDirectory(run).read_results()['final_accuracy']:.2f}<" in text
+        assert text.count("data:image/png;base64,") == 1 and "digits finetune" in text and "digits levit" in text
 
     def test_report_of_several_seeds(self, trained, no_report, capsys):
         for seed in (1, 2):

@@ -7,6 +7,8 @@ from stream_helpers import dataset
 from torch import nn
 
 from levit import metrics
+from levit.streams import Stream
+from levit.streams.scenarios import split
 
 NAN = float("nan")
 MATRIX = np.array(
@@ -102,36 +104,50 @@ class Fake(nn.Module):
         return torch.where(routes == 0, self.forward_expert(images, 0), self.forward_expert(images, 1))
 
 
-def test_predictions_cover_the_test_set_in_order_and_in_batches(monkeypatch):
+def twelve_images():
+    """Twelve test images of four classes, two experiences."""
     data = dataset(test=(3, 3, 3, 3))
-    model = Fake(data.test_labels)
+    return Stream(data, split(data, np.random.RandomState(0))).test
+
+
+def test_predictions_cover_the_test_set_in_order_and_in_batches(monkeypatch):
+    test = twelve_images()
+    model = Fake(test.labels)
     monkeypatch.setattr(metrics, "EVALUATION_BATCH", 5)
-    predicted = metrics.predictions(model, data)
+    predicted = metrics.predictions(model, test.images)
     assert model.batches == [5, 5, 2]
     routes = np.array([0, 0, 0, 0] + [1] * 8)  # n < 3.4 - n / 10
-    assert (metrics.routes(model, data) == routes).all()
-    right = (data.test_labels < 2) == (routes == 0)
-    assert (predicted == np.where(right, data.test_labels, 3 - data.test_labels)).all()
+    assert (metrics.routes(model, test.images) == routes).all()
+    right = (test.labels < 2) == (routes == 0)
+    assert (predicted == np.where(right, test.labels, 3 - test.labels)).all()
+    as_tensor = metrics.predictions(model, test.images[:])
+    assert (as_tensor == predicted).all()
 
 
 def test_by_task_takes_one_expert_for_a_whole_experience():
-    data = dataset(test=(3, 3, 3, 3))
-    model = Fake(data.test_labels)
-    experience = data.test_labels // 2
+    test = twelve_images()
+    model = Fake(test.labels)
     number = np.arange(12)
     correct = 0
     for j in (0, 1):
-        mine = number[experience == j]
+        mine = number[test.labels // 2 == j]
         expert = int(mine.sum() > (3.4 - mine / 10).sum())
         correct += len(mine) if expert == j else 0
-    assert metrics.by_task_accuracy(model, data, experience, 2) == correct / 12
+    assert metrics.by_task_accuracy(model, test, 2) == correct / 12
+
+
+def test_route_accuracy_asks_whether_the_expert_ever_saw_the_kind():
+    seen = [[5, 1, 0], [0, 7, 2]]
+    chosen, kinds = np.array([0, 0, 0, 1, 1, 1]), np.array([0, 1, 2, 0, 1, 2])
+    assert metrics.route_accuracy(chosen, kinds, seen) == pytest.approx(4 / 6)
+    assert metrics.route_accuracy(chosen, np.array([2, 2, 2, 0, 0, 0]), seen) == 0
 
 
 def test_evaluation_keeps_no_graph():
-    data = dataset()
-    model = Fake(data.test_labels)
+    test = twelve_images()
+    model = Fake(test.labels)
     model.weight = nn.Parameter(torch.ones(1))
     grads = []
     model.route = lambda images: grads.append((model.weight * 2).requires_grad) or torch.zeros(len(images)).long()
-    metrics.routes(model, data)
+    metrics.routes(model, test.images)
     assert grads == [False]

@@ -3,6 +3,8 @@
 import copy
 import html.parser
 import io
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -16,19 +18,21 @@ from levit.learner import Event
 from levit.progress import Progress
 from levit.report import page, plots, tables
 from levit.report.progress import RichDisplay
+from levit.report.tensorboard import TensorBoardLog
 from levit.runs import RunDirectory
 
 CONFIG = {
     "preset": "digits",
     "command": "levit train digits",
     "config": levit.LEViTConfig.preset("digits").to_dict(),
-    "options": {"method": "levit", "limit": None},
+    "options": {"method": "levit", "limit": None, "test_limit": None},
     "data": {"name": "digits", "sha256": "abc"},
     "stream": {"ends": [50, 100], "class_order": [0, 1]},
     "versions": {"torch": "2"},
 }
 RESULTS = {
     "final_accuracy": 0.5,
+    "route_accuracy": 0.55,
     "average_accuracy": 0.625,
     "anytime_accuracy": 0.75,
     "forgetting": 0.25,
@@ -37,7 +41,7 @@ RESULTS = {
     "num_experts": 3,
     "updates_per_sample": 0.3,
     "parameters": 1_500_000,
-    "seconds_per_thousand_images": 12.34,
+    "samples_per_second": 81.2,
     "peak_memory_mib": 700.2,
     "images": 100,
     "commit": "f00",
@@ -67,7 +71,7 @@ class TestTables:
         cells = [cell.strip() for cell in text.splitlines()[-2].strip("│").split("│")]
         assert cells == [
             "digits levit",
-            *("0", "50.00", "62.50", "75.00", "25.00", "-25.00", "3", "0.30", "1.50 M", "12.3", "700"),
+            *("0", "50.00", "55.00", "62.50", "75.00", "25.00", "-25.00", "3", "0.30", "1.50 M", "81", "700"),
         ]
 
     def test_seeds_share_a_row_with_mean_and_deviation_of_the_sample(self):
@@ -78,14 +82,18 @@ class TestTables:
 
     def test_what_differs_from_the_preset_has_its_own_row_and_is_named(self):
         limited = run()
-        limited[0]["options"]["limit"] = 300
+        limited[0]["options"] |= {"limit": 300, "test_limit": 40}
         runs = [run(), run(config={"max_experts": 3, "gating": "none"}), limited]
         labels = [line.split("│")[1].strip() for line in printed(tables.result_table(runs)).splitlines()[-4:-1]]
-        assert labels == ["digits levit", "digits levit gating=none max_experts=3", "digits levit limit=300"]
+        assert labels == [
+            "digits levit",
+            "digits levit gating=none max_experts=3",
+            "digits levit limit=300 test_limit=40",
+        ]
 
     def test_what_is_not_known_is_a_dash(self):
-        assert "-" in printed(tables.result_table([run(forgetting=None)])).splitlines()[-2].split("│")[6]
-        assert "25.00" in printed(tables.result_table([run(forgetting=None), run(1)])).splitlines()[-2].split("│")[6]
+        assert "-" in printed(tables.result_table([run(forgetting=None)])).splitlines()[-2].split("│")[7]
+        assert "25.00" in printed(tables.result_table([run(forgetting=None), run(1)])).splitlines()[-2].split("│")[7]
 
     def test_matrix(self):
         lines = printed(tables.matrix_table(RESULTS | {"accuracy_matrix": [None, [0.65, 0.6]]})).splitlines()
@@ -153,6 +161,69 @@ def folder(tmp_path_factory):
     assert cli.main(["train", "digits", *arguments, "--out", str(path), "--quiet", "--threads", "1"]) == 0
     torch.set_num_threads(threads)
     return path
+
+
+class TestComparison:
+    def test_shows_every_run(self, folder):
+        runs = [RunDirectory(folder)] * 2
+        figure = plots.comparison_plot(runs)
+        top, middle, bottom = figure.axes
+        results, rows = runs[0].read_results(), runs[0].read_metrics()
+        for line in top.get_lines():
+            assert line.get_xydata()[-1] == pytest.approx([100, 100 * results["final_accuracy"]], rel=1e-5)
+        assert [line.get_ydata()[-1] for line in middle.get_lines()] == [rows[-1]["experts"]] * 2
+        heights = [bar.get_height() for bar in bottom.patches]
+        assert heights == pytest.approx([100 * value for value in results["accuracy_matrix"][-1]] * 2)
+
+    def test_without_plots(self, folder, tmp_path):
+        text = page.write_comparison([RunDirectory(folder)], tmp_path / "c.html", None).read_text()
+        assert "<img" not in text and "a<b>" not in text and "route %" in text
+
+
+class TestTensorBoard:
+    class Writer:
+        made = []
+
+        def __init__(self, folder, purge_step=None):
+            self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False
+            self.made.append(self)
+
+        def add_scalar(self, name, value, step):
+            self.scalars.append((name, value, step))
+
+        def close(self):
+            self.closed = True
+
+    @pytest.fixture
+    def made(self, monkeypatch):
+        """Stands in for the package, which need not be installed; what it was told."""
+        module = types.ModuleType("torch.utils.tensorboard")
+        module.SummaryWriter = self.Writer
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+        monkeypatch.setattr(self.Writer, "made", [])
+        return self.Writer.made
+
+    def test_has_the_rows_of_the_metrics(self, made, tmp_path, monkeypatch):
+        monkeypatch.setattr(cli, "_write_report", lambda run, say: None)
+        small = "--embed-dim 4 --num-heads 1 --head-hidden 4 --vae-hidden 4 4 --latent-dim 2 --memory-size 40"
+        arguments = [*small.split(), "--train-batch", "8", "--limit", "100", "--eval-every", "5", "--quiet"]
+        assert cli.main(["train", "digits", *arguments, "--out", str(tmp_path / "a"), "--tensorboard"]) == 0
+        (writer,) = made
+        assert writer.folder == str(tmp_path / "a" / "tensorboard") and writer.purge_step is None and writer.closed
+        for row in RunDirectory(tmp_path / "a").read_metrics():
+            told = {name: value for name, value, step in writer.scalars if step == row["samples"]}
+            known = {name: value for name, value in row.items() if value is not None and name != "samples"}
+            assert told == pytest.approx(known, rel=1e-5)
+
+    def test_going_on_drops_what_came_later(self, made, tmp_path):
+        TensorBoardLog(RunDirectory(tmp_path), 300).close()
+        assert made[0].purge_step == 301
+
+    def test_not_installed(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        assert cli.main(["train", "digits", "--out", str(tmp_path / "a"), "--tensorboard"]) == 2
+        assert "--tensorboard needs the package tensorboard (pip install tensorboard)" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
 
 
 class TestPage:

@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 
 from levit.config import LEViTConfig
+from levit.inference import load_model
 from levit.learner import Event
 from levit.progress import Progress
 from levit.runs import COLUMNS, MetricsLog, RunDirectory, RunError, latest_run_path, new_run_path, write_atomically
@@ -93,6 +95,7 @@ class TestContent:
         assert {p.name for p in finished.iterdir()} == {
             ".lock",
             "config.json",
+            "stream.npz",
             "metrics.csv",
             "results.json",
             "checkpoint.pt",
@@ -104,7 +107,19 @@ class TestContent:
         assert content["options"]["limit"] == 300 and content["command"] == "test" and content["preset"] == "digits"
         assert content["data"]["sha256"] == load_dataset("digits").sha256
         assert content["stream"]["class_order"] == list(range(10)) and content["stream"]["ends"][-1] == 300
+        assert content["stream"]["scenario"] == "split" and content["stream"]["experiences"][4] == [8, 9]
+        assert content["stream"]["classes"][3] == {"label": 3, "data_set": "digits", "original_label": "3"}
         assert content["versions"]["torch"] == torch.__version__ and "commit" in content
+
+    def test_what_came_when(self, finished):
+        """The order is explicit: the recorded rows give the recorded labels, and the stream can be built from them."""
+        data = load_dataset("digits")
+        with np.load(finished / "stream.npz") as record:
+            index, label, experience = record["index"], record["label"], record["experience"]
+            assert (record["class_data_set"] == "digits").all()
+            assert record["class_original_label"].tolist() == [str(i) for i in range(10)]
+        assert (data.train_labels[index] == label).all() and (experience == label // 2).all()
+        assert len(set(index.tolist())) == 300
 
     def test_metrics(self, finished):
         rows = RunDirectory(finished).read_metrics()
@@ -137,7 +152,31 @@ class TestContent:
         fillings = 1 + len(results["expansions"])
         assert results["updates_per_sample"] == pytest.approx(3 * (30 - fillings) / 300)
         assert results["parameters"] > 0 and results["peak_memory_mib"] > 100
+        assert results["samples_per_second"] == pytest.approx(300 / results["seconds"])
+        assert results["peak_device_memory_mib"] is None and results["test_images"] == len(data.test_labels)
         assert results["seconds_per_thousand_images"] == pytest.approx(results["seconds"] / 0.3)
+
+    def test_route_accuracy(self, finished):
+        """Recounted from the record: which classes came between the positions at which experts were added."""
+        results = json.loads((finished / "results.json").read_text())
+        with np.load(finished / "stream.npz") as record:
+            label = record["label"]
+        borders = [0, *results["expansions"], 300]
+        seen = [set(label[a:b].tolist()) for a, b in zip(borders, borders[1:], strict=False)]
+        assert [sum(counts) for counts in results["seen"]] == [b for b in np.diff(borders) if b]
+        data = load_dataset("digits")
+        chosen = load_model(RunDirectory(finished)).route(data.to_float(data.test_images)).tolist()
+        right = [known in seen[expert] for known, expert in zip(data.test_labels.tolist(), chosen, strict=True)]
+        assert results["route_accuracy"] == pytest.approx(np.mean(right))
+
+    def test_one_expert_has_nothing_to_route(self, tmp_path):
+        results = go(tmp_path / "a", cfg=config(max_experts=1), limit=100, eval_every=5)
+        assert results["route_accuracy"] is None and results["num_experts"] == 1
+
+    def test_fewer_test_images(self, tmp_path):
+        results = go(tmp_path / "a", method="finetune", limit=100, eval_every=5, test_limit=20)
+        assert results["test_images"] == 20
+        assert all((20 * value / 5) % 1 == pytest.approx(0) for value in results["accuracy_matrix"][-1])
 
     def test_evaluations_come_with_the_batch_that_ends_an_experience(self, tmp_path):
         watcher = Watcher()
@@ -247,7 +286,7 @@ class TestResume:
             go(path)
         monkeypatch.undo()
         results = go(path, resume=True)
-        assert equal({"format": 1} | results, RunDirectory(finished).read_results())
+        assert equal({"format": 2} | results, RunDirectory(finished).read_results())
         assert metrics(path) == metrics(finished)
 
     def test_a_finished_run_is_only_read(self, finished):
@@ -353,16 +392,19 @@ class TestRefusals:
             go(tmp_path / "b", resume=True)
 
     @pytest.mark.parametrize("name", ["config.json", "checkpoint.pt"])
-    def test_another_version_of_the_files(self, name, tmp_path):
+    @pytest.mark.parametrize(("version", "age"), [(1, "an older"), (99, "a newer"), ("x", "another")])
+    def test_another_version_of_the_files(self, name, version, age, tmp_path):
         path = tmp_path / "b"
         with pytest.raises(Interrupted):
             go(path, Watcher(20, interrupt()))
         if name == "config.json":
             content = json.loads((path / name).read_text())
-            (path / name).write_text(json.dumps(content | {"format": 99}))
+            (path / name).write_text(json.dumps(content | {"format": version}))
         else:
-            torch.save(checkpoint(path) | {"format": 99}, path / name)
-        with pytest.raises(RunError, match="format 99 of another version of levit; this one reads format 1"):
+            torch.save(checkpoint(path) | {"format": version}, path / name)
+        with pytest.raises(
+            RunError, match=f"{name}: format {version!r} of {age} version of levit; this one reads format 2"
+        ):
             go(path, resume=True)
 
     def test_an_unreadable_config(self, tmp_path):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import levit_kernels
-from levit_kernels import _vae
+from levit_kernels import _vae, native
 from levit_kernels.composed import dkf_fuse as composed_dkf_fuse
 from levit_kernels.composed import expert_attention as composed_attention
 from levit_kernels.composed import expert_attention_backward as composed_backward
@@ -25,7 +27,7 @@ from levit_kernels.latent_distance import latent_distance_reference
 GATES = ("none", "K", "KH", "BK1", "BKH")
 LAYOUTS = ("dense", "transposed", "sliced", "expanded")
 BACKENDS = ("reference", "torch", "torch-small-tiles", "cpu")
-NATIVE_OPS = ("latent_distance", "dkf_fuse")  # that backend "cpu" has a kernel for
+NATIVE_OPS = ("expert_attention", "latent_distance", "elbo_loss", "dkf_fuse")  # that backend "cpu" has a kernel for
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,11 @@ OPS = {
 }
 
 
+def runs(name: str, op: str) -> bool:
+    """Whether the backend has a kernel for the op."""
+    return name != "cpu" or op in NATIVE_OPS
+
+
 def curated(op: str) -> Iterator[tuple[str, dict]]:
     """(id, sizes) of every curated case; gates of every kind, with and without zeros, on the small sizes."""
     for name, sizes in OPS[op].sizes.items():
@@ -213,6 +220,8 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """Forces a backend; "torch-small-tiles" cuts even small problems into many pieces."""
+    if name == "cpu" and not native.available()[0] and os.environ.get("LEVIT_REQUIRE_NATIVE") != "1":
+        pytest.skip(native.available()[1])
     if name != "torch-small-tiles":
         with levit_kernels.use_backend(name):
             yield

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from op_cases import NATIVE_OPS, OPS, backend, evaluate, is_float, to_dtype
+from op_cases import OPS, backend, evaluate, is_float, runs, to_dtype
 from torch.utils._pytree import tree_leaves, tree_map
+
+from levit_kernels import gates as gating
 
 GATED = ("expert_attention", "dkf_fuse")
 VARIANTS = [
@@ -26,6 +28,11 @@ OP = pytest.mark.parametrize("op", OPS)
 def make(op, dtype=torch.float32, seed=0, **changes):
     sizes = {**OPS[op].sizes["odd"], **changes}
     return to_dtype(OPS[op].make(torch.Generator().manual_seed(seed), **sizes), dtype)
+
+
+def on_backends(*names, ops=tuple(OPS)):
+    """Every op on every named backend that has a kernel for it."""
+    return pytest.mark.parametrize("op, name", [(op, name) for op in ops for name in names if runs(name, op)])
 
 
 def requiring_grad(args):
@@ -165,11 +172,8 @@ def test_halves_under_autocast_give_float32_distances_and_losses(op):
     assert out.dtype == (torch.bfloat16 if op in GATED else torch.float32)
 
 
-@OP
-@pytest.mark.parametrize("name", ["reference", "torch", "cpu"])
+@on_backends("reference", "torch", "cpu")
 def test_empty_batch(op, name):
-    if name == "cpu" and op not in NATIVE_OPS:
-        name = "torch"
     batch = "M" if op in ("latent_distance", "expansion_distances") else "B"
     args = make(op, **{batch: 0})
     want = OPS[op].reference(*args)
@@ -189,12 +193,9 @@ def test_empty_batch_under_gates(op, kind):
     assert out.numel() == 0 and not any(g.any() for g in grads)
 
 
-@OP
+@on_backends("torch", "torch-small-tiles", "cpu")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["torch", "torch-small-tiles", "cpu"])
 def test_nan_and_inf_pass_through_as_in_the_reference(op, value, name):
-    if name == "cpu" and op not in NATIVE_OPS:
-        return
     args = make(op)
     leaves = [x for x in tree_leaves(args) if is_float(x)]
     for leaf in leaves:
@@ -208,22 +209,24 @@ def test_nan_and_inf_pass_through_as_in_the_reference(op, value, name):
         leaf.view(-1)[0] = kept
 
 
-@pytest.mark.parametrize("name", ["reference", "torch", "torch-small-tiles"])
+@on_backends("reference", "torch", "torch-small-tiles", "cpu", ops=GATED)
 @pytest.mark.parametrize("kind", ["K", "KH", "BK1", "BKH"])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_a_zero_gate_keeps_a_broken_expert_out(broken, kind, name):
-    attention = list(make("expert_attention", torch.float64, gates=kind))
-    fuse = list(make("dkf_fuse", torch.float64, gates=kind))
-    for args, where, gates in ((attention, 2, 5), (fuse, 0, 1)):
-        experts = args[gates].shape[0 if kind.startswith("K") else 1]
-        dead = (torch.arange(experts) % 2 == 1).view(-1, *([1] * (args[gates].ndim - 1 - kind.startswith("B"))))
-        args[gates] = args[gates].masked_fill(dead, 0)
-        op = "expert_attention" if args is attention else "dkf_fuse"
-        want = OPS[op].reference(*args)
-        args[where] = args[where].clone()
-        (args[where] if op == "expert_attention" else args[where].transpose(0, 1))[1::2] = broken
-        with backend(name):
-            torch.testing.assert_close(OPS[op].function(*args), want)
+def test_a_broken_expert_is_seen_exactly_where_its_gate_is_not_zero(op, broken, kind, name):
+    args = list(make(op, torch.float64, gates=kind, zeros=True))
+    where, gates = (2, 5) if op == "expert_attention" else (0, 1)
+    healthy = OPS[op].reference(*args)
+    alive = gating.expand(args[gates]) != 0  # [B or 1, K, H or 1]
+    share = alive.double().mean((0, 2))
+    k = int(torch.where(share < 1, (share - 0.5).abs(), 1).argmin())
+    args[where] = args[where].clone()
+    (args[where] if op == "expert_attention" else args[where].transpose(0, 1))[k] = broken
+    seen = alive[:, k, None].repeat_interleave(healthy.shape[2] // alive.shape[2], 2).expand_as(healthy)
+    assert not seen.all() and (kind == "K" or seen.any())
+    with backend(name):
+        got = OPS[op].function(*args)
+    assert torch.equal(got.isfinite(), ~seen)
+    torch.testing.assert_close(got[~seen], healthy[~seen])
 
 
 def test_coinciding_codes_have_a_zero_gradient():

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from op_cases import GATES, OPS
+from op_cases import GATES, OPS, evaluate
 
+from levit_kernels import use_backend
 from levit_kernels.dkf_fuse import dkf_fuse_reference
 from levit_kernels.latent_distance import latent_distance_reference
 
@@ -118,6 +119,19 @@ def test_log_sigma_is_clamped_at_both_ends():
     want = elbo_loss(*map(to_numpy, args))
     np.testing.assert_allclose(OPS["elbo_loss"].reference(*args).numpy(), want, rtol=1e-11)
     np.testing.assert_allclose(OPS["elbo_loss"].function(*args).numpy(), want, rtol=1e-11)
+
+
+@pytest.mark.parametrize("op", ["expansion_distances", "elbo_loss"])
+def test_the_clamp_stops_gradients(op):
+    args = OPS[op].make(torch.Generator().manual_seed(0), **OPS[op].sizes["odd"])
+    args[1][7].copy_(torch.linspace(-20, 20, args[1][7].numel()).view_as(args[1][7]))
+    grad = torch.randn_like(OPS[op].reference(*args))
+    _, want = evaluate(OPS[op].reference, args, grad)
+    assert (want[8] == 0).any() and (want[8] != 0).any()  # b_logsigma: clamped everywhere, and not
+    with use_backend("torch"):
+        _, got = evaluate(OPS[op].function, args, grad)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_codes_that_coincide_have_distance_and_gradient_zero():

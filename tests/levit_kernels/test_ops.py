@@ -4,19 +4,15 @@ import functools
 
 import pytest
 import torch
-from op_cases import BACKENDS, LAYOUTS, NATIVE_OPS, OPS, backend, curated, evaluate, is_float, lay_out, to_dtype
+from op_cases import BACKENDS, LAYOUTS, OPS, backend, curated, evaluate, is_float, lay_out, runs, to_dtype
 from op_errors import Measure, assert_close, assert_unbiased
 from torch.utils._pytree import tree_leaves, tree_map
 
 from levit_kernels import BackendError
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
-REFUSED_BY_CPU = {("latent_distance", "bf16")}
+REFUSED_BY_CPU = {(op, "bf16") for op in ("expert_attention", "latent_distance", "elbo_loss")}
 CASES = [pytest.param(op, sizes, id=f"{op}-{name}") for op in OPS for name, sizes in curated(op)]
-
-
-def runs(name: str, op: str, dtype: str) -> bool:
-    return name != "cpu" or (op in NATIVE_OPS and (op, dtype) not in REFUSED_BY_CPU)
 
 
 def draw(op, sizes, dtype, layout, grad_layout, seed):
@@ -67,7 +63,7 @@ def check(op, sizes, dtype, name, layout="dense", grad_layout="dense"):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op, sizes", CASES)
 def test_result_and_gradients(op, sizes, dtype, name):
-    if runs(name, op, dtype):
+    if runs(name, op) and not (name == "cpu" and (op, dtype) in REFUSED_BY_CPU):
         check(op, sizes, dtype, name)
         return
     with backend(name), pytest.raises(BackendError, match="backend 'cpu' was forced but cannot run"):
@@ -75,18 +71,18 @@ def test_result_and_gradients(op, sizes, dtype, name):
 
 
 LAID_OUT = [
-    pytest.param(op, {**OPS[op].sizes["odd"], **extra}, id=f"{op}-{'-'.join(map(str, extra.values())) or 'odd'}")
+    pytest.param(op, {**OPS[op].sizes["odd"], **extra}, name, id="-".join([op, *map(str, extra.values()), name]))
     for op in OPS
     for extra in (
         [{"gates": "K"}, {"gates": "KH"}, {"gates": "BK1", "zeros": True}] if "H" in OPS[op].sizes["odd"] else [{}]
     )
+    for name in ("torch", "torch-small-tiles", "cpu")
+    if runs(name, op)
 ]
 
 
-@pytest.mark.parametrize("name", ["torch", "torch-small-tiles", "cpu"])
+@pytest.mark.parametrize("op, sizes, name", LAID_OUT)
 @pytest.mark.parametrize("grad_layout", ["sliced", "expanded"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op, sizes", LAID_OUT)
 def test_memory_layouts(op, sizes, layout, grad_layout, name):
-    if name != "cpu" or op in NATIVE_OPS:
-        check(op, sizes, "f32", name, layout, grad_layout)
+    check(op, sizes, "f32", name, layout, grad_layout)

@@ -1,0 +1,63 @@
+// Inner products in vectors of 64 bytes, whatever the machine has: the compiler cuts them into what there is.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "lanes.h"
+#include "multiversion.h"
+
+namespace levit {
+
+// The upper half of a float.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <class T>
+constexpr int kLanesOf = 64 / sizeof(T);
+
+template <class T, class S>
+LEVIT_INLINE Lanes<T, kLanesOf<T>> load_as(const S* from) {
+  if constexpr (std::is_same_v<S, BFloat16>) {
+    const auto halves = load<kLanesOf<T>>(reinterpret_cast<const uint16_t*>(from));
+    const auto words = __builtin_convertvector(halves, Lanes<uint32_t, kLanesOf<T>>) << 16;
+    Lanes<T, kLanesOf<T>> lanes;
+    std::memcpy(&lanes, &words, sizeof(lanes));
+    return lanes;
+  } else {
+    return load<kLanesOf<T>>(from);
+  }
+}
+
+template <class T, class S>
+LEVIT_INLINE T value_as(S from) {
+  if constexpr (std::is_same_v<S, BFloat16>) {
+    const uint32_t word = static_cast<uint32_t>(from.bits) << 16;
+    T number;
+    std::memcpy(&number, &word, sizeof(number));
+    return number;
+  } else {
+    return from;
+  }
+}
+
+// sum of a[i] * b[i]; b may be stored in half the precision of the sum
+template <class T, class S>
+LEVIT_INLINE T dot(const T* a, const S* b, int64_t count) {
+  constexpr int kSums = 4, kWidth = kLanesOf<T>;  // independent sums hide the latency of the multiply-add
+  Lanes<T, kWidth> sums[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums * kWidth <= count; i += kSums * kWidth) {
+    for (int s = 0; s < kSums; ++s) sums[s] += load_as<T>(a + i + s * kWidth) * load_as<T>(b + i + s * kWidth);
+  }
+  for (; i + kWidth <= count; i += kWidth) sums[0] += load_as<T>(a + i) * load_as<T>(b + i);
+  const Lanes<T, kWidth> all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  T total = 0;
+  for (; i < count; ++i) total += a[i] * value_as<T>(b[i]);
+  for (int lane = 0; lane < kWidth; ++lane) total += all[lane];
+  return total;
+}
+
+}  // namespace levit

@@ -1,0 +1,192 @@
+// Equations 2-4 and 8 for K experts: checks, the choice of the vector width, and the cut into parts for the threads.
+#include "../ops.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "../errors.h"
+#include "expert_attention_kernel.h"
+
+namespace levit {
+namespace {
+
+using namespace attention;
+using torch::headeronly::ScalarType;
+
+#define LEVIT_RUN(name, target, T, bytes, channels)                                            \
+  target void name(const Call<T>& call, Range images, Range experts, T* out) {                \
+    Kernel<T, bytes / sizeof(T), channels>::run(call, images, experts, out);                   \
+  }
+LEVIT_RUN(run_plain, , float, 16, 6)
+LEVIT_RUN(run_plain, , double, 16, 6)
+#if defined(__x86_64__)
+LEVIT_RUN(run_avx2, __attribute__((target("avx2,fma"))), float, 32, 6)
+LEVIT_RUN(run_avx2, __attribute__((target("avx2,fma"))), double, 32, 6)
+LEVIT_RUN(run_avx512, __attribute__((target("avx512f"))), float, 64, 12)
+LEVIT_RUN(run_avx512, __attribute__((target("avx512f"))), double, 64, 12)
+#endif
+#undef LEVIT_RUN
+
+// The widest kernel that this CPU runs and ATEN_CPU_CAPABILITY, torch's own limit, allows; its vectors' width in bytes.
+template <class T>
+struct Chosen {
+  void (*run)(const Call<T>&, Range, Range, T*) = run_plain;
+  int64_t bytes = 16;
+  Chosen() {
+#if defined(__x86_64__)
+    const char* limit = std::getenv("ATEN_CPU_CAPABILITY");
+    const std::string_view most = limit ? limit : "";
+    if (most == "default") return;
+    if (most != "avx2" && __builtin_cpu_supports("avx512f")) {
+      run = run_avx512;
+      bytes = 64;
+    } else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+      run = run_avx2;
+      bytes = 32;
+    }
+#endif
+  }
+};
+
+// Into how many parts images and experts are cut for that many threads: the least work per part, then the fewest parts
+// of the experts, whose sums have to be added up.
+std::pair<int64_t, int64_t> parts(int64_t tiles, int64_t experts, int64_t threads) {
+  const auto share = [](int64_t number, int64_t parts) { return (number + parts - 1) / parts; };
+  std::pair<int64_t, int64_t> best{1, 1};
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int64_t of_images = std::min(threads, tiles); of_images > 0; --of_images) {
+    const int64_t of_experts = std::min(experts, threads / of_images);
+    const int64_t work = share(tiles, of_images) * share(experts, of_experts);
+    if (work < least) {
+      least = work;
+      best = {of_images, of_experts};
+    }
+  }
+  return best;
+}
+
+template <class T>
+void compute(const Call<T>& call, const Tensor& like, T* out) {
+  static const Chosen<T> kernel;
+  const int64_t together = images_per_tile(call.tokens, kernel.bytes / sizeof(T));
+  const int64_t tiles = (call.batch + together - 1) / together;
+  const auto [of_images, of_experts] = parts(tiles, call.experts, torch::stable::get_num_threads());
+  const int64_t size = call.batch * call.tokens * call.features();
+  const bool sums = call.gates && of_experts > 1;
+  Tensor partial;
+  T* more = nullptr;
+  if (sums) {
+    partial = torch::stable::new_empty(like, {of_experts - 1, size});
+    more = static_cast<T*>(partial.data_ptr());
+  }
+  torch::stable::parallel_for(0, of_images * of_experts, 1, [&, images = of_images, experts = of_experts](
+                                                                int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t i = part / experts, e = part % experts;
+      const Range of_tiles{tiles * i / images, tiles * (i + 1) / images};
+      kernel.run(call, {of_tiles.begin * together, std::min(call.batch, of_tiles.end * together)},
+                 {call.experts * e / experts, call.experts * (e + 1) / experts},
+                 sums && e ? more + (e - 1) * size : out);
+    }
+  });
+  if (!sums) return;
+  for (int64_t e = 0; e + 1 < of_experts; ++e, more += size) {
+    for (int64_t i = 0; i < size; ++i) out[i] += more[i];
+  }
+}
+
+template <class T>
+const T* data(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.data_ptr());
+}
+
+// w [K, inputs, channels...]: whether it is a view of dense [K, channels..., inputs]
+bool inputs_are_consecutive(const Tensor& w) {
+  int64_t stride = 1;
+  const auto fits = [&](int64_t dim) {
+    const bool fit = w.size(dim) == 1 || w.stride(dim) == stride;
+    stride *= w.size(dim);
+    return fit;
+  };
+  bool all = fits(1);
+  for (int64_t dim = w.dim() - 1; dim > 1; --dim) all = fits(dim) && all;
+  return fits(0) && all;
+}
+
+Tensor readable(const Tensor& w) { return inputs_are_consecutive(w) ? w : torch::stable::contiguous(w); }
+
+template <class T>
+Weights<T> weights(const Tensor& w) {
+  int64_t channels = 1;
+  for (int64_t dim = 2; dim < w.dim(); ++dim) channels *= w.size(dim);
+  const int64_t inputs = w.size(1);
+  if (inputs_are_consecutive(w)) return {data<T>(w), inputs * channels, inputs, 1};
+  return {data<T>(w), inputs * channels, 1, channels};
+}
+
+}  // namespace
+
+Tensor expert_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_qkv,
+                        const Tensor& b_qkv, const std::optional<Tensor>& gates, double negative_slope) {
+  const ScalarType dtype = patches.scalar_type();
+  if (dtype != ScalarType::Float && dtype != ScalarType::Double) {
+    fail("expert_attention: patches must be float32 or float64, got ", torch::headeronly::toString(dtype));
+  }
+  if (patches.dim() != 3) fail("expert_attention: patches must be [B, N, P], got ", shape(patches));
+  if (w_qkv.dim() != 5 || w_qkv.size(2) != 3) {
+    fail("expert_attention: w_qkv must be [K, Q, 3, H, d], got ", shape(w_qkv));
+  }
+  const int64_t batch = patches.size(0), tokens = patches.size(1), pixels = patches.size(2);
+  const int64_t experts = w_qkv.size(0), width = w_qkv.size(1), heads = w_qkv.size(3), depth = w_qkv.size(4);
+  const auto check = [&](const char* name, const Tensor& tensor, const std::vector<int64_t>& sizes) {
+    bool right = tensor.scalar_type() == dtype && tensor.dim() == static_cast<int64_t>(sizes.size());
+    for (size_t i = 0; right && i < sizes.size(); ++i) right = tensor.size(i) == sizes[i];
+    if (!right) {
+      fail("expert_attention: ", name, " does not fit patches ", shape(patches), " and w_qkv ", shape(w_qkv), " in ",
+           torch::headeronly::toString(dtype), ", got ", shape(tensor), " in ",
+           torch::headeronly::toString(tensor.scalar_type()));
+    }
+  };
+  check("w_embed", w_embed, {experts, pixels, width});
+  check("b_embed", b_embed, {experts, width});
+  check("b_qkv", b_qkv, {experts, 3, heads, depth});
+  if (gates) {
+    const bool by_image = gates->dim() == 3 && gates->size(0) != 1, by_head = gates->dim() == 3 && gates->size(2) != 1;
+    check("gates", *gates, {by_image ? batch : 1, experts, by_head ? heads : 1});
+  }
+
+  const Tensor dense_b_embed = torch::stable::contiguous(b_embed), dense_b_qkv = torch::stable::contiguous(b_qkv);
+  const Tensor ready_w_embed = readable(w_embed), ready_w_qkv = readable(w_qkv);
+  const std::optional<Tensor> dense_gates = gates ? std::optional(torch::stable::contiguous(*gates)) : std::nullopt;
+  Tensor out = gates ? torch::stable::new_empty(patches, {batch, tokens, heads * depth})
+                     : torch::stable::new_empty(patches, {experts, batch, tokens, heads * depth});
+  if (out.numel() == 0) return out;
+  const auto run = [&](auto number) {
+    using T = decltype(number);
+    Call<T> call{experts, batch, tokens, pixels, width, heads, depth, data<T>(patches), patches.stride(0),
+                 patches.stride(1), patches.stride(2), weights<T>(ready_w_embed), weights<T>(ready_w_qkv),
+                 data<T>(dense_b_embed), data<T>(dense_b_qkv), nullptr, 0, 0, static_cast<T>(negative_slope)};
+    if (gates) {
+      call.gates = data<T>(*dense_gates);
+      call.gates_per_expert = gates->size(2);
+      call.gates_per_image = gates->size(0) == 1 ? 0 : experts * gates->size(2);
+    }
+    compute(call, patches, static_cast<T*>(out.data_ptr()));
+  };
+  if (dtype == ScalarType::Float) {
+    run(float{});
+  } else {
+    run(double{});
+  }
+  return out;
+}
+
+}  // namespace levit

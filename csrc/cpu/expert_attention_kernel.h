@@ -1,0 +1,295 @@
+// The kernel of expert_attention for one vector width. Tokens are the lanes of the vectors: activations lie channel by
+// channel, [channels][tokens], and weights are broadcast. So no number of channels needs padding, weights are read
+// where they lie without being packed, q k^T is an outer product, and the softmax never runs across lanes.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "lanes.h"
+#include "multiversion.h"
+#include "products.h"
+#include "scratch.h"
+
+namespace levit::attention {
+
+constexpr int64_t kMaxVectors = 8;           // token vectors of a tile: enough to fill lanes with images of any length
+constexpr int64_t kChunkElements = 1 << 20;  // patches and sums of the images that go through all experts together
+
+// One matrix [inputs, channels] per expert. Either its channels (dense in torch's order) or its inputs (a view of
+// nn.Linear's) are consecutive: by_channel or by_input is 1.
+template <class T>
+struct Weights {
+  const T* data;
+  int64_t by_expert, by_channel, by_input;
+
+  const T* at(int64_t expert, int64_t channel) const { return data + expert * by_expert + channel * by_channel; }
+};
+
+template <class T>
+struct Call {
+  int64_t experts, batch, tokens, pixels, width, heads, depth;
+  const T* patches;
+  int64_t image_stride, token_stride, pixel_stride;
+  Weights<T> w_embed, w_qkv;  // P inputs, Q channels; Q inputs, 3 x H x d channels
+  const T *b_embed, *b_qkv;   // [K, Q]; [K, 3, H, d]
+  const T* gates;             // [B or 1, K, H or 1] or null
+  int64_t gates_per_image, gates_per_expert;
+  T negative_slope;
+
+  int64_t features() const { return heads * depth; }
+  T gate(int64_t image, int64_t expert, int64_t head) const {
+    if (!gates) return 1;
+    const T* of_expert = gates + image * gates_per_image + expert * gates_per_expert;
+    return of_expert[gates_per_expert == 1 ? 0 : head];
+  }
+  bool uses(int64_t image, int64_t expert) const {
+    if (!gates) return true;
+    for (int64_t h = 0; h < gates_per_expert; ++h) {
+      if (gate(image, expert, h) != 0) return true;
+    }
+    return false;
+  }
+};
+
+struct Range {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+inline int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+
+// How many images share a tile: vectors go in pairs through the projections, and few of their lanes should be idle.
+inline int64_t images_per_tile(int64_t tokens, int64_t lanes) {
+  int64_t best = 1;
+  double least = std::numeric_limits<double>::infinity();
+  for (int64_t images = 1; images == 1 || images * tokens <= kMaxVectors * lanes; ++images) {
+    const int64_t vectors = (images * tokens + lanes - 1) / lanes;
+    const double cost = (vectors + 0.3 * (vectors % 2)) / images;
+    if (cost < 0.98 * least) {
+      best = images;
+      least = cost;
+    }
+  }
+  return best;
+}
+
+template <class T, int kWidth, int kChannels>
+struct Kernel : private Products<T, kWidth> {
+  using V = Lanes<T, kWidth>;
+
+  // out [channels, tokens] = LeakyReLU(w [channels, inputs] x [inputs, tokens] + bias); slope 1 leaves it linear
+  template <int kVectors>
+  static LEVIT_INLINE void project_vectors(const Product<T>& of, const T* bias, int64_t channels, T slope, T* out,
+                                           const T* after) {
+    Kernel::template all_channels<kChannels, kVectors>(
+        channels, of, after,
+        [&]<int C>(int64_t c, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+          for (int n = 0; n < C; ++n) {
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; ++v) sums[n][v] = V{} + bias[c + n];
+          }
+        },
+        [&]<int C>(int64_t c, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
+          if (slope != 1) {
+#pragma GCC unroll 16
+            for (int n = 0; n < C; ++n) {
+#pragma GCC unroll 2
+              for (int v = 0; v < kVectors; ++v) sums[n][v] = sums[n][v] > 0 ? sums[n][v] : sums[n][v] * slope;
+            }
+          }
+#pragma GCC unroll 16
+          for (int n = 0; n < C; ++n) {
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; ++v) store(out + (c + n) * of.stride + v * kWidth, sums[n][v]);
+          }
+        });
+  }
+
+  static LEVIT_INLINE void project(Product<T> of, const T* bias, int64_t channels, T slope, T* out, const T* after) {
+    const T* end = of.x + of.stride;
+    for (; of.x + 2 * kWidth <= end; of.x += 2 * kWidth, out += 2 * kWidth) {
+      project_vectors<2>(of, bias, channels, slope, out, after);
+    }
+    if (of.x < end) project_vectors<1>(of, bias, channels, slope, out, after);
+  }
+
+  // `after` is where the weights of the next projection begin.
+  static LEVIT_INLINE void project(const Weights<T>& weights, const T* w, const T* bias, int64_t channels, const T* x,
+                                   int64_t inputs, int64_t stride, T slope, T* out, const T* after) {
+    if (weights.by_input == 1) {
+      project({w, weights.by_channel, 1, x, stride, inputs}, bias, channels, slope, out, after);
+    } else {
+      project({w, 1, weights.by_input, x, stride, inputs}, bias, channels, slope, out, after);
+    }
+  }
+
+  // to [d, padded] (+)= gate * softmax(q k^T / sqrt(d)) v of one image and head; q, k, v are [d, stride].
+  static LEVIT_INLINE void attend(const T* q, const T* k, const T* v, int64_t stride, int64_t tokens, int64_t depth,
+                                  T gate, bool add, T* scores, T* to, int64_t padded) {
+    const T scale = static_cast<T>(1.44269504088896340736 / std::sqrt(static_cast<double>(depth)));  // for powers of 2
+    const auto zero = []<int C>(int64_t, V(&sums)[C][1]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int n = 0; n < C; ++n) sums[n][0] = V{};
+    };
+    for (int64_t t = 0; t < tokens; t += kWidth) {
+      constexpr int kKeys = kChannels == 12 ? 16 : kChannels;
+      const Product<T> products{k, 1, stride, q + t, stride, depth};
+      Kernel::template all_channels<kKeys, 1>(
+          tokens, products, nullptr, zero, [&]<int C>(int64_t key, V(&sums)[C][1]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+            for (int n = 0; n < C; ++n) store(scores + (key + n) * kWidth, sums[n][0]);
+          });
+      V most = load<kWidth>(scores);
+      for (int64_t key = 1; key < tokens; ++key) {
+        const V score = load<kWidth>(scores + key * kWidth);
+        most = score > most ? score : most;
+      }
+      V total{};
+      for (int64_t key = 0; key < tokens; ++key) {
+        const V power = exp2_of_negative<T, kWidth>((load<kWidth>(scores + key * kWidth) - most) * scale);
+        store(scores + key * kWidth, power);
+        total += power;
+      }
+      const V weight = gate / total;
+      const Product<T> heads{v, stride, 1, scores, kWidth, tokens};
+      Kernel::template all_channels<kChannels, 1>(
+          depth, heads, nullptr, zero, [&]<int C>(int64_t c, V(&sums)[C][1]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+            for (int n = 0; n < C; ++n) {
+              T* at = to + (c + n) * padded + t;
+              V sum = sums[n][0] * weight;
+              if (add) sum += load<kWidth>(at);
+              store(at, sum);
+            }
+          });
+    }
+  }
+
+  // out [tokens, features] = sums [features, padded], transposed
+  static LEVIT_INLINE void write(const T* sums, int64_t features, int64_t tokens, int64_t padded, T* out) {
+    if (features < kWidth) {
+      for (int64_t t = 0; t < tokens; ++t) {
+        for (int64_t c = 0; c < features; ++c) out[t * features + c] = sums[c * padded + t];
+      }
+      return;
+    }
+    for (int64_t t = 0; t < tokens; t += kWidth) {
+      for (int64_t next = 0; next < features; next += kWidth) {
+        const int64_t c = std::min(next, features - kWidth);  // the last square may overlap the one before
+        V square[kWidth];
+#pragma GCC unroll 16
+        for (int r = 0; r < kWidth; ++r) square[r] = load<kWidth>(sums + (c + r) * padded + t);
+        transpose(square);
+#pragma GCC unroll 16
+        for (int r = 0; r < kWidth; ++r) {
+          if (t + r < tokens) store(out + (t + r) * features + c, square[r]);
+        }
+      }
+    }
+  }
+
+  // Where the parts of one chunk's work lie in the scratch memory.
+  struct Room {
+    T *patches, *x, *z, *qkv, *scores, *sums;
+  };
+
+  // One expert on some images of the chunk that begins at image `first`: of its patches [images, P, N] and sums
+  // [images, E, padded].
+  static LEVIT_INLINE void evaluate(const Call<T>& call, int64_t k, int64_t first, const int64_t* images, int64_t count,
+                                    const Room& room, T* out) {
+    const int64_t tokens = call.tokens, stride = round_up(count * tokens, kWidth), padded = round_up(tokens, kWidth);
+    for (int64_t p = 0; p < call.pixels; ++p) {  // a store may run into the next image, which comes after it
+      for (int64_t i = 0; i < count; ++i) {
+        const T* from = room.patches + ((images[i] - first) * call.pixels + p) * tokens;
+        for (int64_t t = 0; t < tokens; t += kWidth) {
+          store(room.x + p * stride + i * tokens + t, load<kWidth>(from + t));
+        }
+      }
+    }
+    const int64_t depth = call.depth, section = call.features();
+    const T* bias = call.b_qkv + k * 3 * section;
+    project(call.w_embed, call.w_embed.at(k, 0), call.b_embed + k * call.width, call.width, room.x, call.pixels, stride,
+            call.negative_slope, room.z, call.w_qkv.at(k, 0));
+    for (int64_t h = 0; h < call.heads; ++h) {
+      bool used = false;
+      for (int64_t i = 0; i < count; ++i) used = used || call.gate(images[i], k, h) != 0;
+      if (!used) continue;
+      for (int64_t part = 0; part < 3; ++part) {
+        const int64_t row = part * section + h * depth;
+        const int64_t next = part < 2 ? row + section : (h + 1) % call.heads * depth;
+        project(call.w_qkv, call.w_qkv.at(k, row), bias + row, depth, room.z, call.width, stride, T(1),
+                room.qkv + part * depth * stride, call.w_qkv.at(k, next));
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        const T gate = call.gate(images[i], k, h);
+        if (call.gates && gate == 0) continue;
+        const T* q = room.qkv + i * tokens;
+        const int64_t at = call.gates ? images[i] - first : i;
+        attend(q, q + depth * stride, q + 2 * depth * stride, stride, tokens, depth, gate, call.gates, room.scores,
+               room.sums + (at * section + h * depth) * padded, padded);
+      }
+    }
+    if (call.gates) return;
+    for (int64_t i = 0; i < count; ++i) {
+      write(room.sums + i * section * padded, section, tokens, padded,
+            out + (k * call.batch + images[i]) * tokens * section);
+    }
+  }
+
+  // Some experts on some images, chunk after chunk; in a chunk one expert after the other, so that its weights stay in
+  // L2. out is [K, B, N, E], or [B, N, E] with gates.
+  static LEVIT_INLINE void run(const Call<T>& call, Range images, Range experts, T* out) {
+    const int64_t tokens = call.tokens, padded = round_up(tokens, kWidth), features = call.features();
+    const int64_t together = images_per_tile(tokens, kWidth), lanes = round_up(together * tokens, kWidth);
+    const int64_t of_image = call.pixels * tokens + features * padded;
+    const int64_t most = round_up(std::max<int64_t>(1, kChunkElements / of_image), together);
+    const int64_t chunk = std::min(images.size(), most);
+    const int64_t kept = call.gates ? chunk : together;
+    static thread_local Scratch scratch;
+    Room room;
+    const int64_t sizes[] = {chunk * call.pixels * tokens + kWidth, call.pixels * lanes + kWidth, call.width * lanes,
+                             3 * call.depth * lanes + padded, tokens * kWidth, kept * features * padded};
+    T** parts[] = {&room.patches, &room.x, &room.z, &room.qkv, &room.scores, &room.sums};
+    int64_t total = 0;
+    for (const int64_t size : sizes) total += round_up(size, kAlignment / sizeof(T));
+    T* next = static_cast<T*>(scratch.get(total * sizeof(T)));
+    for (int part = 0; part < 6; ++part) {
+      *parts[part] = next;
+      next += round_up(sizes[part], kAlignment / sizeof(T));
+    }
+    std::vector<int64_t> users(chunk);
+    for (int64_t first = images.begin; first < images.end; first += chunk) {
+      const int64_t end = std::min(first + chunk, images.end);
+      for (int64_t b = first; b < end; ++b) {
+        const T* from = call.patches + b * call.image_stride;
+        T* to = room.patches + (b - first) * call.pixels * tokens;
+        for (int64_t t = 0; t < tokens; ++t) {
+          for (int64_t p = 0; p < call.pixels; ++p) {
+            to[p * tokens + t] = from[t * call.token_stride + p * call.pixel_stride];
+          }
+        }
+      }
+      if (call.gates) std::fill(room.sums, room.sums + (end - first) * features * padded, T(0));
+      for (int64_t k = experts.begin; k < experts.end; ++k) {
+        int64_t count = 0;
+        for (int64_t b = first; b < end; ++b) {
+          if (call.uses(b, k)) users[count++] = b;
+        }
+        for (int64_t i = 0; i < count; i += together) {
+          evaluate(call, k, first, users.data() + i, std::min(together, count - i), room, out);
+        }
+      }
+      if (!call.gates) continue;
+      for (int64_t b = first; b < end; ++b) {
+        write(room.sums + (b - first) * features * padded, features, tokens, padded, out + b * tokens * features);
+      }
+    }
+  }
+};
+
+}  // namespace levit::attention
