@@ -19,7 +19,8 @@ from .._check import at_least_float32
 from .linear import matmul, matmul_leaky_relu
 
 TILE_BYTES = {"cpu": 9 << 18, "cuda": 128 << 20}
-MIN_BATCHED_EXPERTS = 3  # with fewer per tile a loop over experts is faster: its products are larger
+MIN_BATCHED_EXPERTS = 10  # with fewer per tile a loop over experts is faster: its products are larger
+MAX_SDPA_IMAGES = 24  # with more, three products per head beat scaled_dot_product_attention on short sequences
 
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -41,9 +42,7 @@ def expert_attention(
         out = patches.new_empty(experts, batch, tokens, heads, depth)
         for tile, images in tiles((0, experts), batch, patches, w_qkv):
             _, qkv = project(patches[images], weights, tile, negative_slope)
-            for h in range(heads):
-                head = torch.bmm(attend(qkv, h), qkv[:, :, 2, h])
-                out[tile, images, :, h] = head.view(-1, images.stop - images.start, tokens, depth)
+            out[tile, images] = _outputs(qkv).unflatten(0, (tile.stop - tile.start, -1))
         return out.flatten(3)
     dtype = torch.promote_types(patches.dtype, gates.dtype)
     total = patches.new_zeros(heads, batch, tokens, depth, dtype=at_least_float32(dtype))
@@ -104,6 +103,14 @@ def project(
         tokens = torch.nn.functional.leaky_relu_(tokens, negative_slope)
         qkv = torch.baddbmm(b_qkv[tile].reshape(experts, 1, -1), tokens, w_qkv[tile].reshape(experts, width, -1))
     return tokens.view(-1, length, width), qkv.view(-1, length, 3, heads, depth)
+
+
+def _outputs(qkv: torch.Tensor) -> torch.Tensor:
+    """Equation 3 for all heads: qkv `[n*b,N,3,H,d]` -> `[n*b,N,H,d]`."""
+    if not qkv.is_cpu or len(qkv) <= MAX_SDPA_IMAGES:
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+    return torch.stack([torch.bmm(attend(qkv, h), qkv[:, :, 2, h]) for h in range(qkv.shape[3])], dim=2)
 
 
 def attend(qkv: torch.Tensor, head: int) -> torch.Tensor:
@@ -175,7 +182,7 @@ def tiles(
     if images == 0:
         return
     experts = experts_per_tile(images, patches, w_qkv)
-    if min(experts, end - first) >= MIN_BATCHED_EXPERTS:
+    if experts >= MIN_BATCHED_EXPERTS and end - first > 1:
         for k in range(first, end, experts):
             yield slice(k, min(k + experts, end)), slice(0, images)
         return

@@ -15,7 +15,7 @@ from .._check import at_least_float32
 from .._vae import LOGSIGMA_MAX, LOGSIGMA_MIN
 from .linear import matmul
 
-TILE_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
+TILE_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
 MIN_BATCHED_EXPERTS = 3
 
 Tensors = Sequence[torch.Tensor]

@@ -1,4 +1,4 @@
-"""What only the native expert_attention has: vector widths, chunks of images, weights in two orders, parts for threads."""
+"""What only the native expert_attention has: vector widths, chunks of images, orders of weights, threads."""
 
 import os
 import subprocess
