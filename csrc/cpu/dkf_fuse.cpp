@@ -29,6 +29,13 @@ template <class T, class S>
 LEVIT_INLINE void add_scaled(T* sum, const S* feature, T weight, int64_t count) {
   int64_t i = 0;
   constexpr int kWidth = kLanesOf<T>;
+  constexpr int kVectors = 4;
+  for (; i + kVectors * kWidth <= count; i += kVectors * kWidth) {
+    prefetch(feature + i, kVectors * kWidth);
+    for (int64_t at = i; at < i + kVectors * kWidth; at += kWidth) {
+      store(sum + at, load_as<T>(sum + at) + weight * load_as<T>(feature + at));
+    }
+  }
   for (; i + kWidth <= count; i += kWidth) store(sum + i, load_as<T>(sum + i) + weight * load_as<T>(feature + i));
   for (; i < count; ++i) sum[i] += weight * value_as<T>(feature[i]);
 }
@@ -92,8 +99,8 @@ Call prepare(const Tensor& features, const std::optional<Tensor>& index, int64_t
   if (features.dim() != 4) fail("dkf_fuse: features must be [M, K, N, E], got ", shape(features));
   const int64_t width = features.size(3);
   if ((width > 1 && features.stride(3) != 1) || (features.size(2) > 1 && features.stride(2) != width)) {
-    fail("dkf_fuse: each expert's features [N, E] must be dense in memory, got strides of N, E ", features.stride(2), ", ",
-         features.stride(3));
+    fail("dkf_fuse: each expert's features [N, E] must be dense in memory, got strides of N, E ", features.stride(2),
+         ", ", features.stride(3));
   }
   if (heads < 1 || width % heads != 0) fail("dkf_fuse: gates have ", heads, " heads, which do not divide E = ", width);
   Call call{{features.size(1), features.size(2), heads, width / heads, features.stride(0), features.stride(1)}, 0, {}};

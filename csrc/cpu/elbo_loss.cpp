@@ -1,6 +1,6 @@
-// Routing scores of K MLP VAEs for few images: sum over pixels of (x^ - x)^2 + beta KL, at the mean code or averaged over
-// given draws. With few images nothing but the reading of the weights counts: every row of a weight matrix is read once,
-// in memory order, and serves all images.
+// Routing scores of K MLP VAEs for few images: sum over pixels of (x^ - x)^2 + beta KL, at the mean code or averaged
+// over given draws. With few images nothing but the reading of the weights counts: every row of a weight matrix is read
+// once, in memory order, and serves all images.
 #include "../ops.h"
 
 #include <algorithm>
@@ -119,7 +119,7 @@ void layers_of(const std::vector<Tensor>& weights, int64_t experts, ScalarType d
 
 template <class T>
 void compute(const Tensor& images, const std::vector<Tensor>& encoder, const std::vector<Tensor>& decoder, double beta,
-             const std::optional<Tensor>& noise, Tensor& losses) {
+             const Tensor* noise, Tensor& losses) {
   const int64_t experts = losses.size(1);
   Call<T> call{experts, images.size(0), noise ? noise->size(0) : 1, static_cast<const T*>(images.data_ptr()),
                noise ? static_cast<const T*>(noise->data_ptr()) : nullptr, {}, {}, beta};
@@ -146,12 +146,14 @@ Tensor elbo_loss(const Tensor& images, const std::vector<Tensor>& encoder, const
          encoder.size(), " and ", decoder.size());
   }
   const Tensor dense_images = torch::stable::contiguous(images);
-  const std::optional<Tensor> dense_noise = noise ? std::optional(torch::stable::contiguous(*noise)) : std::nullopt;
+  Tensor dense_noise;
+  if (noise) dense_noise = torch::stable::contiguous(*noise);
+  const Tensor* draws = noise ? &dense_noise : nullptr;
   Tensor losses = torch::stable::new_empty(images, {images.size(0), encoder[0].size(0)});
   if (images.scalar_type() == ScalarType::Float) {
-    compute<float>(dense_images, encoder, decoder, beta, dense_noise, losses);
+    compute<float>(dense_images, encoder, decoder, beta, draws, losses);
   } else if (images.scalar_type() == ScalarType::Double) {
-    compute<double>(dense_images, encoder, decoder, beta, dense_noise, losses);
+    compute<double>(dense_images, encoder, decoder, beta, draws, losses);
   } else {
     fail("elbo_loss: images must be float32 or float64, got ", torch::headeronly::toString(images.scalar_type()));
   }

@@ -86,20 +86,19 @@ def elbo_loss(
     beta: float,
     noise: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See levit_kernels.elbo_loss. Many images make matrix products, which torch computes at the CPU's peak."""
+    """See levit_kernels.elbo_loss.
+
+    The kernel streams weights of nn.Linear's layout past few images. Many images make matrix products, which torch
+    computes at the CPU's peak, and another layout would have to be copied: both are left to torch.
+    """
     rows = len(images) * (1 if noise is None else len(noise))
-    if rows > MOST_ROWS:
+    weights = [x.transpose(1, 2) if x.dim() == 3 else x for x in (*encoder, *decoder)]
+    if rows > MOST_ROWS or not all(x.is_contiguous() for x in weights):
         return composed_elbo_loss.elbo_loss(images, encoder, decoder, beta, noise)
-    encoder, decoder = ([_rows_of(x) for x in weights] for weights in (encoder, decoder))
-    return torch.ops.levit_native.elbo_loss(images, encoder, decoder, beta, noise)
+    return torch.ops.levit_native.elbo_loss(images, weights[:8], weights[8:], beta, noise)
 
 
-def _rows_of(weights: torch.Tensor) -> torch.Tensor:
-    """[K, in, out] as dense [K, out, in], which nn.Linear's layout is already; a bias [K, out] as dense."""
-    return (weights.transpose(1, 2) if weights.dim() == 3 else weights).contiguous()
-
-
-MOST_ROWS = 10
+MOST_ROWS = 6
 """Codes up to which reading the weights, not the arithmetic, is what elbo_loss costs."""
 
 STORES = (

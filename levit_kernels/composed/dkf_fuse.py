@@ -1,7 +1,8 @@
-"""dkf_fuse from torch calls that read the store once and never gather it whole.
+"""dkf_fuse from torch calls that never gather the store whole.
 
-One weight per expert: a matrix-vector product per image, straight from the store's row; with few experts one
-`embedding_bag`, which gathers and weighs in one call. One weight per head: `embedding_bag` over rows of d numbers.
+One weight per expert: a matrix-vector product per image, straight from the store's row. One weight per head:
+`embedding_bag` over rows of d numbers, which gathers and weighs in one call. Few experts, or a GPU: products over
+slices of gathered images.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ def dkf_fuse(features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | 
     batch = len(features) if index is None else len(index)
     out = features.new_empty(batch, length, width, dtype=weights.dtype)
     clean = features.is_cpu and bool((weights != 0).all())
-    if not features.is_cpu:
+    if not features.is_cpu or experts < MIN_GEMV_EXPERTS:
         for images, stored in _gathered(features, index, batch, weights.dtype):
-            part = weights if len(weights) == 1 else weights[images]
-            out[images] = gating.gated_sum(stored, part.expand(len(stored), -1, -1))
-    elif weights.shape[2] > 1 or (clean and experts < MIN_GEMV_EXPERTS and features.dtype == weights.dtype):
+            part = (weights if len(weights) == 1 else weights[images]).expand(len(stored), -1, -1)
+            if clean and part.shape[2] == 1:
+                out[images] = torch.bmm(part.transpose(1, 2), stored.flatten(2)).view(-1, length, width)
+            else:
+                out[images] = gating.gated_sum(stored, part)
+    elif weights.shape[2] > 1:
         for images, bags in _bags(features, index, weights):
             out[images] = bags.weighted_sum(clean).view(-1, length, width)
     else:
@@ -100,10 +104,13 @@ def _by_gates(
     batch, (experts, heads) = len(grad), weights.shape[1:]
     total = grad.new_empty(batch, experts, heads)
     grad = grad.contiguous()
-    if not features.is_cpu:
+    if not features.is_cpu or experts < MIN_GEMV_EXPERTS:
         for images, stored in _gathered(features, index, batch, grad.dtype):
-            blocks = stored.unflatten(3, (heads, -1)) * grad[images, None].unflatten(3, (heads, -1))
-            total[images] = blocks.sum((2, 4))
+            if heads == 1:
+                total[images] = torch.bmm(stored.flatten(2), grad[images].flatten(1)[:, :, None])
+            else:
+                by_head = grad[images].unflatten(2, (heads, -1))
+                total[images] = torch.einsum("bknhd,bnhd->bkh", stored.unflatten(3, (heads, -1)), by_head)
     elif heads > 1:
         for images, bags in _bags(features, index, weights):
             total[images] = bags.dots(grad[images])
@@ -138,7 +145,7 @@ def _bags(features: torch.Tensor, index: torch.Tensor | None, weights: torch.Ten
     experts, heads = weights.shape[1:]
     direct = features.dtype == weights.dtype and _Bags.fits(features, heads)
     if direct:
-        step = max(1, BAG_INDICES // (experts * heads * (features.shape[2] if heads > 1 else 1)))
+        step = max(1, BAG_INDICES // (experts * heads * features.shape[2]))
         wanted = torch.arange(batch) if index is None else index
         pieces = ((slice(b, min(b + step, batch)), features, wanted[b : b + step]) for b in range(0, batch, step))
     else:
@@ -149,14 +156,14 @@ def _bags(features: torch.Tensor, index: torch.Tensor | None, weights: torch.Ten
 
 
 class _Bags:
-    """Rows of a store as bags of `embedding_bag`: one bag per image (and token and head), one entry per expert."""
+    """Rows of a store as bags of `embedding_bag`: one bag per image, token and head, one entry of d per expert."""
 
     def __init__(self, stored: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:
         self.images, self.heads = len(rows), weights.shape[2]
-        self.tokens, self.unit = self._layout(stored, self.heads)
-        rows_in_reach = 1 + sum((n - 1) * s for n, s in zip(stored.shape[:2], stored.stride()[:2], strict=True))
-        block = stored.shape[2] * stored.shape[3]
-        self.table = stored.as_strided(((rows_in_reach - 1 + block) // self.unit, self.unit), (self.unit, 1))
+        self.tokens, self.unit = stored.shape[2], stored.shape[3] // self.heads
+        last_block = sum((n - 1) * s for n, s in zip(stored.shape[:2], stored.stride()[:2], strict=True))
+        entries = (last_block + stored.shape[2] * stored.shape[3]) // self.unit
+        self.table = stored.as_strided((entries, self.unit), (self.unit, 1))
         first, second = (s // self.unit for s in stored.stride()[:2])
         expert = torch.arange(stored.shape[1]) * second
         within = torch.arange(self.tokens * self.heads)
@@ -165,15 +172,9 @@ class _Bags:
         self.weights = weights
 
     @staticmethod
-    def _layout(stored: torch.Tensor, heads: int) -> tuple[int, int]:
-        """(tokens, numbers per entry): with one weight per expert a whole row is one entry."""
-        _, _, length, width = stored.shape
-        return (1, length * width) if heads == 1 else (length, width // heads)
-
-    @staticmethod
     def fits(features: torch.Tensor, heads: int) -> bool:
         """Whether the store's memory is a table of entries."""
-        _, unit = _Bags._layout(features, heads)
+        unit = features.shape[3] // heads
         return features[0, 0].is_contiguous() and all(s % unit == 0 for s in features.stride()[:2])
 
     def _entry_weights(self) -> torch.Tensor:
