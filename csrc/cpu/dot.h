@@ -52,6 +52,18 @@ LEVIT_INLINE T value_as(S from) {
   }
 }
 
+// The sum of all lanes, half by half.
+template <int kWidth, class V>
+LEVIT_INLINE auto sum_of(const V& lanes) {
+  if constexpr (kWidth == 1) {
+    return lanes[0];
+  } else {
+    V upper = lanes;
+    for (int i = 0; i < kWidth / 2; ++i) upper[i] = lanes[i + kWidth / 2];
+    return sum_of<kWidth / 2>(lanes + upper);
+  }
+}
+
 // sum of a[i] * b[i]; b may be stored in half the precision of the sum
 template <class T, class S>
 LEVIT_INLINE T dot(const T* a, const S* b, int64_t count) {
@@ -66,8 +78,7 @@ LEVIT_INLINE T dot(const T* a, const S* b, int64_t count) {
   const Lanes<T, kWidth> all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   T total = 0;
   for (; i < count; ++i) total += a[i] * value_as<T>(b[i]);
-  for (int lane = 0; lane < kWidth; ++lane) total += all[lane];
-  return total;
+  return total + sum_of<kWidth>(all);
 }
 
 }  // namespace levit
