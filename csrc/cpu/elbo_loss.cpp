@@ -38,43 +38,11 @@ LEVIT_INLINE T activate(T x, Activation activation) {
   return x;
 }
 
-constexpr int kRows = 8;  // weight rows at a time: their sums are independent, and x is loaded once for all
-
-// products[j] = <x, row j of w>, rows of `count` numbers one after the other; the next kRows rows are asked for
-template <class T>
-LEVIT_INLINE void dots(const T* x, const T* w, int64_t count, T (&products)[kRows]) {
-  constexpr int kWidth = kLanesOf<T>;
-  Lanes<T, kWidth> sums[kRows] = {};
-  int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
-    const auto in = load<kWidth>(x + i);
-#pragma GCC unroll 8
-    for (int j = 0; j < kRows; ++j) {
-      __builtin_prefetch(w + (kRows + j) * count + i);
-      sums[j] += in * load<kWidth>(w + j * count + i);
-    }
-  }
-#pragma GCC unroll 8
-  for (int j = 0; j < kRows; ++j) {
-    T total = sum_of<kWidth>(sums[j]);
-    for (int64_t tail = i; tail < count; ++tail) total += x[tail] * w[j * count + tail];
-    products[j] = total;
-  }
-}
-
 // y [rows, out] = activation(x [rows, in] w^T + b) of expert k
 template <class T>
 LEVIT_INLINE void dense(const Layer<T>& layer, int64_t k, const T* x, int64_t rows, Activation activation, T* y) {
   const T *w = layer.weight + k * layer.out * layer.in, *bias = layer.bias + k * layer.out;
-  int64_t o = 0;
-  for (; o + kRows <= layer.out; o += kRows, w += kRows * layer.in) {
-    for (int64_t r = 0; r < rows; ++r) {
-      T products[kRows];
-      dots(x + r * layer.in, w, layer.in, products);
-      for (int j = 0; j < kRows; ++j) y[r * layer.out + o + j] = activate(bias[o + j] + products[j], activation);
-    }
-  }
-  for (; o < layer.out; ++o, w += layer.in) {
+  for (int64_t o = 0; o < layer.out; ++o, w += layer.in) {
     for (int64_t r = 0; r < rows; ++r) {
       y[r * layer.out + o] = activate(bias[o] + dot(x + r * layer.in, w, layer.in), activation);
     }
