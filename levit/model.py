@@ -138,7 +138,7 @@ class LEViT(reference.LEViT):
     def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.active.parameters(), lr=learning_rate, fused=True)
 
-    def new_cache(self, memory: Memory) -> MemoryCache:
+    def new_cache(self, memory: Memory) -> MemoryCache | KnowledgeCache:
         return MemoryCache(self, memory) if self.cfg.cache == "off" else KnowledgeCache(self, memory)
 
     def tell_once(self, message: str) -> None:

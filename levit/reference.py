@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from levit.cache import MemoryCache
+from levit.cache import KnowledgeCache, MemoryCache
 from levit.config import LEViTConfig
 from levit.expert import NEGATIVE_SLOPE, Expert, linear_norm
 from levit.export import load_model, save_model
@@ -230,7 +230,7 @@ class LEViT(nn.Module):
         """Adam [P] over the active expert's parameters, its gates and its head."""
         return torch.optim.Adam(self.active.parameters(), lr=learning_rate)
 
-    def new_cache(self, memory: Memory) -> MemoryCache:
+    def new_cache(self, memory: Memory) -> MemoryCache | KnowledgeCache:
         """What the memory keeps beside each image for the present frozen experts."""
         return MemoryCache(self, memory)
 

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import torch
 
+from levit.arguments import parse_estimate, parse_train
+from levit.config import PRESETS
+
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
 
@@ -17,7 +20,17 @@ def test_the_python_example_runs(capsys):
     assert "experts: 2" in capsys.readouterr().out
 
 
-def test_the_commands_exist():
+def test_the_command_lines_are_understood():
+    """Every `levit train` and `levit estimate` of the README parses: preset, fields, options."""
+    lines = re.findall(r"^levit (train|estimate) ([^#\n]*)", README, re.MULTILINE)
+    assert len(lines) >= 5
+    for command, rest in lines:
+        preset, *options = rest.replace("…", "x").split()
+        assert preset in PRESETS
+        {"train": parse_train, "estimate": parse_estimate}[command](preset, options)
+
+
+def test_the_make_targets_exist():
     makefile = (Path(__file__).resolve().parent.parent / "Makefile").read_text()
     for target in re.findall(r"^make (\w[\w-]*)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
