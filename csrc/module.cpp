@@ -15,6 +15,7 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
   m.def("dkf_fuse_gate_gradient(Tensor grad, Tensor features, Tensor? index, int heads) -> Tensor");
   m.def("fma_peak(int iterations, int threads) -> float");
   m.def("bf16_dot_peak(int iterations, int threads) -> float");
+  m.def("huge_pages(Tensor buffer) -> bool");
   m.def("read_stream(Tensor buffer, int threads) -> float");
 }
 
@@ -24,6 +25,7 @@ STABLE_TORCH_LIBRARY_IMPL(levit_native, CPU, m) {
   m.impl("elbo_loss", TORCH_BOX(&levit::elbo_loss));
   m.impl("dkf_fuse", TORCH_BOX(&levit::dkf_fuse));
   m.impl("dkf_fuse_gate_gradient", TORCH_BOX(&levit::dkf_fuse_gate_gradient));
+  m.impl("huge_pages", TORCH_BOX(&levit::huge_pages));
   m.impl("read_stream", TORCH_BOX(&levit::read_stream));
 }
 

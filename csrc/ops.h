@@ -33,6 +33,9 @@ Tensor dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional
 Tensor dkf_fuse_gate_gradient(const Tensor& grad, const Tensor& features, const std::optional<Tensor>& index,
                               int64_t heads);
 
+// Asks for huge pages under buffer (contiguous); whether the system agreed.
+bool huge_pages(const Tensor& buffer);
+
 // Ceilings of this machine: GFLOP/s of an fp32 FMA loop and of bfloat16 dot products (0 where the CPU has none), and
 // GB/s of one pass over the bytes of buffer (contiguous), each with that many threads of its own.
 double fma_peak(int64_t iterations, int64_t threads);

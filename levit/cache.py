@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from levit_kernels.huge_pages import huge_pages
+
 if TYPE_CHECKING:
     from levit.memory import Memory
     from levit.reference import LEViT
@@ -91,6 +93,7 @@ class KnowledgeCache:
         wanted, budget = math.prod(shape) * dtype.itemsize, cache_budget(cfg.cache, weight.device)
         if wanted <= budget:
             self.features = torch.empty(shape, dtype=dtype, device=weight.device)
+            huge_pages(self.features)
         else:
             model.tell_once(
                 f"cache: features of {shape[1]} frozen experts for {shape[0]} images take {wanted / 2**20:,.0f} MiB, "

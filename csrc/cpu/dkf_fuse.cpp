@@ -24,64 +24,76 @@ struct Sizes {
   int64_t width() const { return heads * depth; }
 };
 
-// sum[i] += weight * feature[i] over one head of one token, or over all tokens where an expert has one gate
-template <class T, class S>
-LEVIT_INLINE void add_scaled(T* sum, const S* feature, T weight, int64_t count) {
-  int64_t i = 0;
+// Experts that are read side by side: so many streams of reads in flight, and the sums pass through once for all of them.
+constexpr int kTogether = 8;
+
+// sum[i] += sum over kRows experts of weight * feature[i]; features lie `stride` apart, weights `heads`
+template <int kRows, class T, class S>
+LEVIT_INLINE void add_scaled(T* sum, const S* features, int64_t stride, const T* weights, int64_t heads, int64_t count) {
   constexpr int kWidth = kLanesOf<T>;
-  constexpr int kVectors = 4;
-  for (; i + kVectors * kWidth <= count; i += kVectors * kWidth) {
-    prefetch(feature + i, kVectors * kWidth);
-    for (int64_t at = i; at < i + kVectors * kWidth; at += kWidth) {
-      store(sum + at, load_as<T>(sum + at) + weight * load_as<T>(feature + at));
-    }
+  T weight[kRows];
+  for (int k = 0; k < kRows; ++k) weight[k] = weights[k * heads];
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    auto total = load_as<T>(sum + i);
+    for (int k = 0; k < kRows; ++k) total += weight[k] * load_as<T>(features + k * stride + i);
+    store(sum + i, total);
   }
-  for (; i + kWidth <= count; i += kWidth) store(sum + i, load_as<T>(sum + i) + weight * load_as<T>(feature + i));
-  for (; i < count; ++i) sum[i] += weight * value_as<T>(feature[i]);
+  for (; i < count; ++i) {
+    for (int k = 0; k < kRows; ++k) sum[i] += weight[k] * value_as<T>(features[k * stride + i]);
+  }
 }
 
-// One image: out [N, E] from its row of the store. A gate of exactly zero drops its expert, NaN and all.
-template <class T, class S>
-LEVIT_INLINE void fuse_row(const S* row, const T* gates, T* out, const Sizes& n) {
-  std::fill(out, out + n.tokens * n.width(), T(0));
-  for (int64_t k = 0; k < n.experts; ++k, row += n.expert_stride, gates += n.heads) {
-    if (n.heads == 1) {
-      if (gates[0] != 0) add_scaled(out, row, gates[0], n.tokens * n.depth);
+// kRows experts of one image into out [N, E]. A gate of exactly zero drops its expert, NaN and all.
+template <int kRows, class T, class S>
+LEVIT_INLINE void fuse_experts(const S* row, const T* gates, T* out, const Sizes& n) {
+  const T* end = gates + kRows * n.heads;
+  const bool all = std::find(gates, end, T(0)) == end;
+  const int64_t parts = n.heads == 1 ? 1 : n.tokens * n.heads, count = n.heads == 1 ? n.tokens * n.depth : n.depth;
+  for (int64_t part = 0; part < parts; ++part, row += count, out += count) {
+    const T* weights = gates + part % n.heads;
+    if (all) {
+      add_scaled<kRows>(out, row, n.expert_stride, weights, n.heads, count);
       continue;
     }
-    for (int64_t t = 0; t < n.tokens; ++t) {
-      for (int64_t h = 0; h < n.heads; ++h) {
-        const int64_t at = t * n.width() + h * n.depth;
-        if (gates[h] != 0) add_scaled(out + at, row + at, gates[h], n.depth);
-      }
+    for (int k = 0; k < kRows; ++k) {
+      const T* weight = weights + k * n.heads;
+      if (*weight != 0) add_scaled<1>(out, row + k * n.expert_stride, 0, weight, 0, count);
     }
   }
+}
+
+// One image: out [N, E] from its row of the store, kRows experts at a time and the rest in halves.
+template <int kRows, class T, class S>
+LEVIT_INLINE void fuse_row(const S* row, const T* gates, T* out, const Sizes& n, int64_t k = 0) {
+  for (; k + kRows <= n.experts; k += kRows) {
+    fuse_experts<kRows>(row + k * n.expert_stride, gates + k * n.heads, out, n);
+  }
+  if constexpr (kRows > 1) fuse_row<kRows / 2>(row, gates, out, n, k);
 }
 
 // One image: by_gate [K, H] = <grad, features> head by head.
-template <class T, class S>
-LEVIT_INLINE void dot_row(const S* row, const T* grad, T* by_gate, const Sizes& n) {
-  for (int64_t k = 0; k < n.experts; ++k, row += n.expert_stride, by_gate += n.heads) {
-    if (n.heads == 1) {
-      by_gate[0] = dot(grad, row, n.tokens * n.depth);
-      continue;
-    }
-    std::fill(by_gate, by_gate + n.heads, T(0));
-    for (int64_t t = 0; t < n.tokens; ++t) {
-      for (int64_t h = 0; h < n.heads; ++h) {
-        const int64_t at = t * n.width() + h * n.depth;
-        by_gate[h] += dot(grad + at, row + at, n.depth);
-      }
+template <int kRows, class T, class S>
+LEVIT_INLINE void dot_row(const S* row, const T* grad, T* by_gate, const Sizes& n, int64_t k = 0) {
+  const int64_t parts = n.heads == 1 ? 1 : n.tokens * n.heads, count = n.heads == 1 ? n.tokens * n.depth : n.depth;
+  for (; k + kRows <= n.experts; k += kRows) {
+    for (int64_t part = 0; part < parts; ++part) {
+      const S* features = row + k * n.expert_stride + part * count;
+      T* sums = by_gate + k * n.heads + part % n.heads;
+      add_dots<kRows>(grad + part * count, features, n.expert_stride, sums, n.heads, count);
     }
   }
+  if constexpr (kRows > 1) dot_row<kRows / 2>(row, grad, by_gate, n, k);
 }
 
 #define LEVIT_DKF_ROWS(T, S)                                                                       \
   LEVIT_MULTIVERSION void fuse(const S* row, const T* gates, T* out, const Sizes& n) {             \
-    fuse_row(row, gates, out, n);                                                                  \
+    std::fill(out, out + n.tokens * n.width(), T(0));                                              \
+    fuse_row<kTogether>(row, gates, out, n);                                                       \
   }                                                                                                \
   LEVIT_MULTIVERSION void dots(const S* row, const T* grad, T* by_gate, const Sizes& n) {          \
-    dot_row(row, grad, by_gate, n);                                                                \
+    std::fill(by_gate, by_gate + n.experts * n.heads, T(0));                                       \
+    dot_row<kTogether>(row, grad, by_gate, n);                                                     \
   }
 LEVIT_DKF_ROWS(float, float)
 LEVIT_DKF_ROWS(float, BFloat16)

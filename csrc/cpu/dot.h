@@ -81,4 +81,21 @@ LEVIT_INLINE T dot(const T* a, const S* b, int64_t count) {
   return total + sum_of<kWidth>(all);
 }
 
+// out[k * out_stride] += sum of a[i] * b[k * stride + i] for kRows rows of b at once: so many streams of reads in flight
+template <int kRows, class T, class S>
+LEVIT_INLINE void add_dots(const T* a, const S* b, int64_t stride, T* out, int64_t out_stride, int64_t count) {
+  constexpr int kWidth = kLanesOf<T>;
+  Lanes<T, kWidth> sums[kRows] = {};
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const auto factor = load_as<T>(a + i);
+    for (int k = 0; k < kRows; ++k) sums[k] += factor * load_as<T>(b + k * stride + i);
+  }
+  for (int k = 0; k < kRows; ++k) {
+    T total = sum_of<kWidth>(sums[k]);
+    for (int64_t j = i; j < count; ++j) total += a[j] * value_as<T>(b[k * stride + j]);
+    out[k * out_stride] += total;
+  }
+}
+
 }  // namespace levit
