@@ -29,7 +29,7 @@ def config(experts: int) -> levit.LEViTConfig:
 
     With one expert a full memory always expands, so there growth is forbidden, and no check takes place.
     """
-    return levit.LEViTConfig.preset(PRESET, gamma=NEVER, max_experts=1 if experts == 1 else None)
+    return levit.LEViTConfig.preset(PRESET, criterion="latent", gamma=NEVER, max_experts=1 if experts == 1 else None)
 
 
 def build(kind: str, experts: int) -> torch.nn.Module:

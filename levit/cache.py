@@ -33,7 +33,7 @@ class CachedRows(NamedTuple):
 class MemoryCache:
     """The least that the expansion rule asks for; used by the reference.
 
-    Rule `latent` wants ε of every frozen VAE, drawn when the image enters the memory; rule `energy` wants nothing.
+    Rule `latent` wants ε of every frozen VAE, drawn when the image enters the memory; the others want nothing.
 
     Args:
         model: whose frozen experts this is about.
@@ -70,7 +70,8 @@ class MemoryCache:
 class KnowledgeCache:
     """Beside every stored image: features [M, K-1, N, E] and what the rule asks of the frozen VAEs.
 
-    That is their codes [K-1, M, L] for rule `latent`, their reconstruction errors [K-1, M] for rule `energy`. Features
+    That is their codes [K-1, M, L] for rule `latent`, their reconstruction errors [K-1, M] for rule `energy`, nothing for
+    rule `calibrated`, which looks at the arriving images only. Features
     larger than the configuration's budget are not kept; the model computes them then, and gets the same numbers. It
     says so once. Same arguments and methods as `MemoryCache`.
     """
@@ -83,7 +84,7 @@ class KnowledgeCache:
         self.codes = self.errors = None
         if cfg.criterion == "latent":
             self.codes = weight.new_empty(frozen, memory.capacity, cfg.latent_dim)
-        else:
+        elif cfg.criterion == "energy":
             self.errors = weight.new_empty(frozen, memory.capacity)
         self.features: Tensor | None = None
         if not frozen or cfg.gating == "none":
@@ -138,7 +139,7 @@ class KnowledgeCache:
             return
         if self.errors is not None:
             self.errors[:, slots] = self.model.reconstruction_errors(images)[:, rows]
-        else:
+        if self.codes is not None:
             self.codes[:, slots] = self.model.frozen_codes(images, self.model.frozen_noise(positions))[:, rows]
         if self.features is not None:
             self.features[slots] = self.model.frozen_features(images)[rows].to(self.features.dtype)

@@ -7,6 +7,8 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from levit.detector import limit_for
+
 
 @dataclass(frozen=True)
 class LEViTConfig:
@@ -59,8 +61,11 @@ class LEViTConfig:
     """Routing averages the VAE loss over this many sampled codes; 0 takes the mean code (as published)."""
 
     # learner
-    criterion: Literal["latent", "energy"] = "latent"
-    """Expansion rule: `latent` is equation 6 as published [P]; `energy` takes reconstruction errors [C]."""
+    criterion: Literal["calibrated", "latent", "energy"] = "calibrated"
+    """Expansion rule: `calibrated` (ours) has nothing to guess, see docs/expansion.md; as published are `latent`,
+    equation 6 [P], and `energy`, which takes reconstruction errors [C]."""
+    false_alarms_every: int = 1_000_000
+    """Of rule `calibrated`: images between two false alarms, on average; fewer mean sooner detection."""
     gamma: float | None = None
     """Threshold of rule `latent`; None means 0.94 * sqrt(2 L) [D]."""
     energy_threshold: float | None = None
@@ -148,7 +153,9 @@ class LEViTConfig:
         _expect(heads, "gate_per", "'expert', for expert 'dnn'", self.gate_per)
         for name in ("pos_embed", "out_proj"):
             _expect(not getattr(self, name) or self.expert == "vit", name, "False, for expert 'dnn'", True)
-        _choice(self, "criterion", ("latent", "energy"))
+        _choice(self, "criterion", ("calibrated", "latent", "energy"))
+        alarms = self.false_alarms_every
+        _expect(_is_int(alarms) and alarms >= 100 * self.batch_size, "false_alarms_every", "at least 100 batches", alarms)
         energy = self.energy_threshold
         _expect(energy is None or energy > 0, "energy_threshold", "more than 0, or None", energy)
         _expect(self.criterion != "energy" or energy, "energy_threshold", "a number, for criterion 'energy'", energy)
@@ -208,10 +215,12 @@ class LEViTConfig:
 
     @property
     def expansion_threshold(self) -> float:
-        """What the rule compares with: `energy_threshold`, or γ of rule `latent`.
+        """What the rule compares with: the limit of both charts of rule `calibrated`, `energy_threshold`, or γ.
 
         γ is the given one or 0.94·√(2L), just under the distance of two unit Gaussians [D].
         """
+        if self.criterion == "calibrated":
+            return limit_for(2 * self.false_alarms_every / self.batch_size)  # two charts share the false alarms
         if self.criterion == "energy":
             return self.energy_threshold
         return self.gamma if self.gamma is not None else 0.94 * (2 * self.latent_dim) ** 0.5

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from levit.calibrated import CalibratedRule, Change
 from levit.expansion import rule_fires
 from levit.memory import Memory
 from levit.reference import NO_LABEL, LEViT
@@ -22,9 +23,12 @@ class Event:
     expanded: bool
     """Whether the active expert was frozen and a new one added."""
     distances: Tensor | None
-    """What the rule looked at, [K-1]: D of equation 6, or reconstruction errors (`levit.expansion`); else None."""
+    """What the rule looked at; None where it did not look. [K-1], D of equation 6 or reconstruction errors
+    (`levit.expansion`); of rule `calibrated` [1], the larger sum of its charts."""
     loss: float | None
-    """Mean training loss over this batch's updates; None: no update yet, the memory is too small."""
+    """Mean training loss over this batch's updates; None: no update, the memory is too small or an expert recalled."""
+    recalled: int | None = None
+    """The frozen expert that explains this batch, which nothing was learned from; else None (rule `calibrated`)."""
 
 
 Callback = Callable[["Learner", Event], object]
@@ -59,6 +63,7 @@ class Learner:
         self.generator = torch.Generator().manual_seed(cfg.seed)
         shape = (cfg.channels, cfg.image_size, cfg.image_size)
         self.memory = Memory(cfg.memory_size, shape, like=model.weight)
+        self.rule = CalibratedRule(cfg) if cfg.criterion == "calibrated" else None
         self._broken: str | None = None
         self._start_expert()
 
@@ -98,11 +103,12 @@ class Learner:
             "optimizer": self.optimizer.state_dict(),
             "memory": self.memory.state_dict(),
             "generator": self.generator.get_state(),
-        }
+        } | ({} if self.rule is None else {"rule": self.rule.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, bit for bit; one that does not fit raises `ValueError` and changes nothing."""
-        missing = {"model", "optimizer", "memory", "generator"} - set(state)
+        needed = {"model", "optimizer", "memory", "generator"} | ({"rule"} if self.rule is not None else set())
+        missing = needed - set(state)
         if missing:
             raise ValueError(f"state: {sorted(missing)[0]} is missing")
         before = None if self._broken else copy.deepcopy(self.state_dict())
@@ -117,14 +123,51 @@ class Learner:
         self._broken = None
 
     def _observe(self, images: Tensor, labels: Tensor) -> Event:
-        with torch.no_grad():
-            self.cache.fill(self.memory.add(images, labels))
-        loss = self._update() if len(self.memory) >= self.cfg.train_batch else None
+        if self.rule is not None:
+            return self._observe_calibrated(images, labels)
+        self._store(images, labels)
+        loss = self._update()
         expanded, distances = self._expand_or_drop(len(images))
         return Event(expanded, distances, loss)
 
-    def _update(self) -> float:
-        """`updates_per_batch` Adam steps on minibatches drawn from the memory; the mean loss."""
+    def _observe_calibrated(self, images: Tensor, labels: Tensor) -> Event:
+        """Rule `calibrated` looks before anything is learned from the batch, and may fire at any time."""
+        change = self.rule.observe(self.model, images, labels)
+        statistic = torch.tensor([self.rule.statistic])
+        expanded = change is not None and self._react(change)
+        if self.rule.recalled is not None:
+            return Event(False, statistic, None, self.rule.recalled)
+        self._store(images, labels)
+        return Event(expanded, statistic, self._update())
+
+    def _react(self, change: Change) -> bool:
+        """The stream has another source: recall the expert that knows it, or add one; whether one was added."""
+        active, limit = self.model.num_experts - 1, self.cfg.max_experts
+        earlier = list(self.rule.suspects[:-1])  # the newest batch is not stored yet
+        was_recalled = self.rule.recalled is not None
+        if change.expert is None and limit is not None and self.model.num_experts >= limit:
+            self.rule.ignore()
+            return False
+        if change.expert is not None:
+            self.rule.recall(change.expert, active)
+        else:
+            self.model.add_expert()
+            self.memory.clear()
+            self._start_expert()
+            self.rule.expand()
+        if self.rule.recalled is None and (was_recalled or change.expert is None):
+            for images, labels in earlier:
+                self._store(images, labels)
+        return change.expert is None
+
+    @torch.no_grad()
+    def _store(self, images: Tensor, labels: Tensor) -> None:
+        self.cache.fill(self.memory.add(images, labels))
+
+    def _update(self) -> float | None:
+        """`updates_per_batch` Adam steps on minibatches drawn from the memory; the mean loss, None: too few images."""
+        if len(self.memory) < self.cfg.train_batch:
+            return None
         losses = []
         for _ in range(self.updates_per_batch):
             rows = self.memory.sample(self.cfg.train_batch, self.generator)
@@ -164,6 +207,8 @@ class Learner:
     def _load(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.memory.load_state_dict(state["memory"])
+        if self.rule is not None:
+            self.rule.load_state_dict(state["rule"])
         self._start_expert()
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])

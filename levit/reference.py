@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from levit.cache import KnowledgeCache, MemoryCache
+from levit.calibrated import Surprise
 from levit.config import LEViTConfig
 from levit.expert import NEGATIVE_SLOPE, Expert, linear_norm
 from levit.export import load_model, save_model
@@ -205,6 +206,20 @@ class LEViT(nn.Module):
         images = self.check_images(images)
         errors = [expert.vae.reconstruction_error(images) for expert in self.experts[:-1]]
         return torch.stack(errors) if errors else images.new_empty(0, len(images))
+
+    @torch.no_grad()
+    def surprise(self, images: Tensor, labels: Tensor, k: int) -> Surprise:
+        """What expert k does not expect of a batch: images [B, C, S, S], labels [B], -1 where there is none; B ≥ 1.
+
+        The VAE loss is taken at the mean code, or at one sampled code where routing samples (`route_samples`).
+        """
+        noise = self._route_noise()
+        vae = self.experts[k].vae.loss(images, None if noise is None else noise[:1, None]).log().mean()
+        labelled = labels != NO_LABEL
+        if not labelled.any():
+            return Surprise(vae.item(), None)
+        logits = self.forward_expert(images[labelled], k)
+        return Surprise(vae.item(), F.cross_entropy(logits, labels[labelled]).item())
 
     def training_loss(
         self, images: Tensor, labels: Tensor, cache: Any = None, generator: torch.Generator | None = None

@@ -1,0 +1,149 @@
+"""Rule `calibrated` (ours): what the expert at work does not expect of the arriving batches, before it learns from them.
+
+Two charts (`levit.detector`), one number per batch each: the mean log VAE loss of its images, and, where images have
+labels, their mean cross-entropy. Either may raise the alarm. Nothing is set per data set: the one parameter is the
+expected number of images between two false alarms. docs/expansion.md has the statistics.
+
+Old data may return: an expert whose charts find nothing in the suspect batches is *recalled*. Then no expert is added
+and nothing is trained, a frozen expert least of all; the active one goes on when its own data come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from levit.detector import ALLOWANCE, WARM_UP, WINDOW, Chart, normal_score
+
+if TYPE_CHECKING:
+    from levit.config import LEViTConfig
+    from levit.reference import LEViT
+
+
+class Surprise(NamedTuple):
+    """What an expert did not expect of a batch."""
+
+    vae: float
+    """Mean log VAE loss of the images."""
+    label: float | None
+    """Mean cross-entropy of those that have a label; None if none has."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The source of the stream is another one since `batches` batches, the newest included."""
+
+    batches: int
+    expert: int | None
+    """Who explains the new source: an expert's number, or None: nobody, a new one is wanted."""
+
+
+class CalibratedRule:
+    """Watches a stream on behalf of the expert at work: the active one, or a frozen one that was recalled.
+
+    Args:
+        cfg: its `false_alarms_every` and `batch_size` decide the limit of the charts.
+    """
+
+    def __init__(self, cfg: LEViTConfig) -> None:
+        self.limit = cfg.expansion_threshold
+        self.charts = self._fresh()
+        self.frozen: list[list[list[float]]] = []
+        """Of each frozen expert: the windows of its two charts when it was frozen."""
+        self.recalled: int | None = None
+        self.waiting: list[list[float]] = []
+        """While an expert is recalled: the windows of the active one."""
+        self.suspects: list[tuple[Tensor, Tensor]] = []
+        """The newest batches, back to where the longer-suspecting chart left zero, images and labels."""
+
+    @property
+    def statistic(self) -> float:
+        """The larger of both charts' sums."""
+        return max(chart.statistic for chart in self.charts)
+
+    def observe(self, model: LEViT, images: Tensor, labels: Tensor) -> Change | None:
+        """Look at the next batch, [b, C, S, S] and [b] int64 with -1 for no label; the change it reveals, if any."""
+        at_work = model.num_experts - 1 if self.recalled is None else self.recalled
+        surprise = model.surprise(images, labels, at_work)
+        alarm = False
+        for chart, value in zip(self.charts, surprise, strict=True):
+            if value is not None:
+                alarm |= chart.observe(value)
+        self.suspects.append((images, labels))
+        if alarm:
+            self._keep_suspects(max(len(chart.suspect) for chart in self.charts if chart.statistic > chart.limit))
+            return Change(len(self.suspects), self._who_explains(model, at_work))
+        self._keep_suspects(max(len(chart.suspect) for chart in self.charts))
+        return None
+
+    def expand(self) -> None:
+        """The active expert was frozen and another one added, which starts with the suspect batches."""
+        windows = self.waiting if self.recalled is not None else [chart.window for chart in self.charts]
+        self.frozen.append(windows)
+        self.recalled, self.waiting, self.suspects = None, [], []
+        self.charts = self._fresh()
+
+    def recall(self, expert: int, active: int) -> None:
+        """`expert` is at work from now on, a frozen one or the active one."""
+        if self.recalled is None:
+            self.waiting = [chart.window for chart in self.charts]
+        if expert == active:
+            self.charts = [Chart(self.limit, window) for window in self.waiting]
+            self.recalled, self.waiting = None, []
+        else:
+            self.charts = [Chart(self.limit, window, fixed=True) for window in self.frozen[expert]]
+            self.recalled = expert
+        self.suspects = []
+
+    def ignore(self) -> None:
+        """The change has no consequence (no more experts are allowed): the expert at work goes on with the new data."""
+        for chart in self.charts:
+            chart.accept()
+        self.suspects = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types and tensors."""
+        return {
+            "charts": [chart.state_dict() for chart in self.charts],
+            "frozen": [[list(window) for window in windows] for windows in self.frozen],
+            "recalled": self.recalled,
+            "waiting": [list(window) for window in self.waiting],
+            "suspects": [list(batch) for batch in self.suspects],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.charts = [Chart.from_state(self.limit, chart) for chart in state["charts"]]
+        self.frozen, self.recalled, self.waiting = state["frozen"], state["recalled"], state["waiting"]
+        self.suspects = [(images, labels) for images, labels in state["suspects"]]
+
+    def _fresh(self) -> list[Chart]:
+        return [Chart(self.limit), Chart(self.limit)]
+
+    def _keep_suspects(self, count: int) -> None:
+        self.suspects = self.suspects[len(self.suspects) - min(count, WINDOW, len(self.suspects)) :]
+
+    def _who_explains(self, model: LEViT, at_work: int) -> int | None:
+        """The expert that finds the suspect batches least surprising, if they are no surprise to it: mean score ≤ k."""
+        candidates = dict(enumerate(self.frozen)) | ({} if self.recalled is None else {len(self.frozen): self.waiting})
+        scores = {
+            expert: max(self._mean_scores(model, expert, windows))
+            for expert, windows in candidates.items()
+            if expert != at_work and all(len(window) >= WARM_UP for window in windows if window)
+        }
+        best = min(scores, key=scores.__getitem__, default=None)
+        return None if best is None or scores[best] > ALLOWANCE else best
+
+    def _mean_scores(self, model: LEViT, expert: int, windows: list[list[float]]) -> list[float]:
+        """Of both charts, the mean score of the suspect batches among the expert's window."""
+        surprises = [model.surprise(images, labels, expert) for images, labels in self.suspects]
+        means = []
+        for window, values in zip(windows, zip(*surprises, strict=True), strict=True):
+            known = [normal_score(value, window) for value in values if value is not None and window]
+            if known:
+                means.append(sum(known) / len(known))
+        return means or [float("inf")]
