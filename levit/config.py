@@ -57,6 +57,12 @@ class LEViTConfig:
     """Weight of the KL term in the VAE loss [P]."""
     route_samples: int = 0
     """Routing averages the VAE loss over this many sampled codes; 0 takes the mean code (as published)."""
+    routing: Literal["vae", "shared", "fused"] = "vae"
+    """Who chooses an image's expert: its VAE loss (as published), a streaming LDA in a shared space, or both."""
+    shared_filters: int = 100
+    """Filters of the shared space (8 features each), for routing `shared` and `fused` and for method slda."""
+    calibration: bool = False
+    """Keep what predict needs to calibrate its confidence and to flag what no expert knows (`levit.examples`)."""
 
     # learner
     criterion: Literal["latent", "energy"] = "latent"
@@ -109,7 +115,7 @@ class LEViTConfig:
         object.__setattr__(self, "vae_hidden", tuple(self.vae_hidden))
         at_least_one = (
             "image_size channels patch_size num_classes embed_dim num_heads head_dim latent_dim memory_size "
-            "train_batch updates_per_batch classes_per_task batch_size dnn_width permutations"
+            "train_batch updates_per_batch classes_per_task batch_size dnn_width permutations shared_filters"
         )
         for name in at_least_one.split():
             _expect(_is_int(value := getattr(self, name)) and value >= 1, name, "a whole number of at least 1", value)
@@ -142,6 +148,8 @@ class LEViTConfig:
         _choice(self, "expert", ("vit", "dnn"))
         _choice(self, "fusion", ("sum", "concat"))
         _choice(self, "vae", ("mlp", "conv"))
+        _choice(self, "routing", ("vae", "shared", "fused"))
+        _expect(isinstance(self.calibration, bool), "calibration", "True or False", self.calibration)
         _choice(self, "gating", ("learned", "fixed", "none"))
         _choice(self, "gate_per", ("expert", "head"))
         heads = self.gate_per == "expert" or self.expert == "vit"

@@ -117,6 +117,7 @@ class Learner:
         self._broken = None
 
     def _observe(self, images: Tensor, labels: Tensor) -> Event:
+        self.model.observe(images, labels, self.model.num_experts - 1)
         with torch.no_grad():
             self.cache.fill(self.memory.add(images, labels))
         loss = self._update() if len(self.memory) >= self.cfg.train_batch else None

@@ -81,8 +81,14 @@ class LEViT(reference.LEViT):
 
     def forward(self, images: Tensor) -> Tensor:
         images = self.check_images(images)
-        evaluate = self._forward_chunk if self._attention_packs else super().forward
-        return torch.cat([evaluate(chunk) for chunk in images.split(CHUNK)])
+        return torch.cat([self.apply_experts(chunk, self.route(chunk)) for chunk in images.split(CHUNK)])
+
+    def apply_experts(self, images: Tensor, routes: Tensor) -> Tensor:
+        if not self._attention_packs:
+            return super().apply_experts(images, routes)
+        chosen = sorted(set(routes.tolist()))
+        fused = self._fuse_routed(patches(images, self.cfg.patch_size), routes, chosen)
+        return self._apply_heads(fused, routes, chosen)
 
     def expansion_distances(
         self,
@@ -151,12 +157,6 @@ class LEViT(reference.LEViT):
         """What a fused model has beyond its parameters: nothing that would have to be saved."""
         self.knowledge = KnowledgeBase(self.cfg.num_heads)
         self._told = False
-
-    def _forward_chunk(self, images: Tensor) -> Tensor:
-        routes = self.route(images)
-        chosen = sorted(set(routes.tolist()))
-        fused = self._fuse_routed(patches(images, self.cfg.patch_size), routes, chosen)
-        return self._apply_heads(fused, routes, chosen)
 
     def _fuse_routed(self, parts: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
         """Equation 8 for images routed to the experts in `chosen`; experts beyond an image's own are not evaluated."""
