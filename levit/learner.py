@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from levit.checks import check_values
 from levit.expansion import rule_fires
 from levit.memory import Memory
 from levit.reference import NO_LABEL, LEViT
@@ -176,10 +177,5 @@ class Learner:
         self.model.check_labels(images, labels)
         if not 1 <= len(images) <= self.memory.capacity:
             raise ValueError(f"images: expected 1 to {self.memory.capacity} (memory_size) of them, got {len(images)}")
-        low, high = (bound.item() for bound in torch.aminmax(images))
-        if not (low >= 0 and high <= 1):
-            raise ValueError(f"images: expected finite values in [0, 1], got {low:g} to {high:g}; scale them first")
-        low, high = (bound.item() for bound in torch.aminmax(labels))
-        if low < NO_LABEL or high >= self.cfg.num_classes:
-            raise ValueError(f"labels: expected 0 to {self.cfg.num_classes - 1} (-1: none), got {low} to {high}")
+        check_values(images, labels, self.cfg.num_classes, NO_LABEL)
         return images

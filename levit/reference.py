@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from levit.cache import KnowledgeCache, MemoryCache
+from levit.checks import check_images, check_labels
 from levit.config import LEViTConfig
 from levit.expert import NEGATIVE_SLOPE, Expert, linear_norm
 from levit.export import load_model, save_model
@@ -285,30 +286,11 @@ class LEViT(nn.Module):
 
     def check_images(self, images: Tensor) -> Tensor:
         """The images in the model's dtype ([0, 255] uint8 becomes [0, 1]), or `TypeError`/`ValueError`."""
-        weight = self.weight
-        if not isinstance(images, Tensor):
-            raise TypeError(f"images: expected a tensor, got {type(images).__name__}")
-        shape = (self.cfg.channels, self.cfg.image_size, self.cfg.image_size)
-        if images.dim() != 4 or images.shape[1:] != shape:
-            raise ValueError(f"images: expected [B, {', '.join(map(str, shape))}], got {list(images.shape)}")
-        if images.device != weight.device:
-            raise ValueError(f"images: expected on {weight.device}, as the model, got {images.device}")
-        if images.dtype == torch.uint8:
-            return images.to(weight.dtype) / 255
-        if images.dtype != weight.dtype:
-            raise TypeError(f"images: expected {weight.dtype} or torch.uint8, got {images.dtype}")
-        return images
+        return check_images(images, self.cfg, self.weight)
 
     def check_labels(self, images: Tensor, labels: Tensor) -> None:
         """`TypeError` or `ValueError` unless labels are [B] int64 on the images' device (values: `Learner`)."""
-        if not isinstance(labels, Tensor):
-            raise TypeError(f"labels: expected a tensor, got {type(labels).__name__}")
-        if labels.dtype != torch.int64:
-            raise TypeError(f"labels: expected torch.int64, got {labels.dtype}")
-        if labels.shape != images.shape[:1]:
-            raise ValueError(f"labels: expected [{len(images)}], one per image, got {list(labels.shape)}")
-        if labels.device != images.device:
-            raise ValueError(f"labels: expected on {images.device}, as the images, got {labels.device}")
+        check_labels(images, labels)
 
     def check_training_batch(self, images: Tensor, labels: Tensor) -> Tensor:
         """`check_images` and `check_labels`, and at least two images."""

@@ -77,7 +77,7 @@ class SharedSpace(nn.Module):
         count = int(self.lda.counts.sum())
         before = int(self.recent_count)
         # A tenth more images: the cost of solving stays a small share, however long the stream.
-        if count - before >= min(max(256, before // 10), 2000):
+        if count - before >= min(max(64, before // 10), 2000):
             weights, bias = self.lda.solve()
             self.recent_weights.copy_(weights)
             self.recent_bias.copy_(bias)

@@ -33,8 +33,9 @@ class Interrupted(Exception):
 class RunOptions:
     """What shapes a run beside its `LEViTConfig`. A resumed run must have the same."""
 
-    method: Literal["levit", "reference", "finetune"] = "levit"
-    """LEViT, the same in plain torch, or the floor: one expert trained on the arriving images alone."""
+    method: Literal["levit", "reference", "finetune", "slda"] = "levit"
+    """LEViT; the same in plain torch; the floor, one expert trained on the arriving images alone; or a streaming LDA
+    without any expert."""
     limit: int | None = None
     """Images of the stream, of each experience in proportion; None means all."""
     test_limit: int | None = None
@@ -219,10 +220,9 @@ class _Training:
         """At the end of the stream; None where there is one expert and nothing to choose."""
         if self.model.num_experts == 1:
             return None
-        test, kinds = self.stream.test, self.stream.num_kinds
-        unused = [[0] * kinds] * (self.model.num_experts - len(self.progress.seen))
+        test = self.stream.test
         chosen = metrics.routes(self.model, test.images, self.device)
-        return metrics.route_accuracy(chosen, test.kinds, self.progress.seen + unused)
+        return metrics.route_accuracy(chosen, test.kinds, self.progress.seen)
 
     def save(self) -> None:
         """Write the checkpoint."""
