@@ -18,6 +18,7 @@ from levit.expert import Expert
 from levit.knowledge import KnowledgeBase, attention_weights, vae_weights
 from levit.memory import Memory
 from levit.reference import classification_loss, features, patches
+from levit.routing import Prediction
 from levit.vae import LOG_SIGMA_RANGE
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
 
@@ -82,6 +83,11 @@ class LEViT(reference.LEViT):
     def forward(self, images: Tensor) -> Tensor:
         images = self.check_images(images)
         return torch.cat([self.apply_experts(chunk, self.route(chunk)) for chunk in images.split(CHUNK)])
+
+    def predict(self, images: Tensor) -> Prediction:
+        predict = super().predict
+        parts = [predict(chunk) for chunk in self.check_images(images).split(CHUNK)]
+        return Prediction(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def apply_experts(self, images: Tensor, routes: Tensor) -> Tensor:
         if not self._attention_packs:

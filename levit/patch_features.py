@@ -1,7 +1,7 @@
 """A feature space that no expert owns: responses of random whitened patches of the first images, fixed ever after.
 
-After Coates & Ng (2011), with patches drawn at random in place of learned centroids [D]. Nothing is trained, so what was
-measured in this space years of stream ago still holds; that is what a router over frozen experts needs.
+After Coates & Ng (2011), with patches drawn at random in place of learned centroids [D]. Nothing is trained, so what
+was measured in this space early in the stream still holds; that is what a router over frozen experts needs.
 """
 
 from __future__ import annotations

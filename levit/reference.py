@@ -167,7 +167,7 @@ class LEViT(nn.Module):
         return torch.stack([expert.vae.loss(images, noise) for expert in self.experts], dim=1)
 
     def route(self, images: Tensor) -> Tensor:
-        """k*(x) per sample, [B, C, S, S] → [B] int64: argmin_k VAE loss_k(x) [P], or `cfg.routing` (`levit.routing`)."""
+        """k*(x) per sample, [B, C, S, S] → [B] int64: argmin_k VAE loss_k(x) [P], or as `levit.routing` has it."""
         images = self.check_images(images)
         if self.router is None:
             return self.elbo_loss(images).argmin(dim=1)

@@ -1,8 +1,8 @@
 """Which expert an image goes to: by its VAE loss, by a streaming LDA in a shared space, or by both.
 
 `vae` [P] is k*(x) = argmin_k VAE loss_k(x); `levit.LEViT.route` has it, a router is not needed for it.
-`shared` is argmax_k p(k | x) with p(k | x) = Σ_c p(c | x)·p(k | c): the LDA's class posterior, and the share of class c's
-images that expert k learned from (a class may span experts).
+`shared` is argmax_k p(k | x) with p(k | x) = Σ_c p(c | x)·p(k | c): the LDA's class posterior, and the share of class
+c's images that expert k learned from (a class may span experts).
 `fused` is argmax_k a·log p(k | x) − b·VAE loss_k(x), with a, b ≥ 0 by logistic regression on `levit.examples`.
 
 Every rule looks at one image alone and draws no random number. Until there is enough to go by (`SharedSpace` has its
