@@ -77,7 +77,10 @@ class EvalArguments:
 
 @dataclass
 class PredictArguments:
-    """Print a line per image: file, label, expert chosen, softmax value of the label (not calibrated)."""
+    """Print a line per image: file, label, expert chosen, confidence, and whether any expert knows such images.
+
+    The confidence is calibrated, and `known` told, where the run was trained with --calibration.
+    """
 
     directory: Annotated[Path, tyro.conf.Positional]
     """A run directory."""

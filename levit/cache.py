@@ -70,10 +70,10 @@ class MemoryCache:
 class KnowledgeCache:
     """Beside every stored image: features [M, K-1, N, E] and what the rule asks of the frozen VAEs.
 
-    That is their codes [K-1, M, L] for rule `latent`, their reconstruction errors [K-1, M] for rule `energy`, nothing for
-    rule `calibrated`, which looks at the arriving images only. Features
-    larger than the configuration's budget are not kept; the model computes them then, and gets the same numbers. It
-    says so once. Same arguments and methods as `MemoryCache`.
+    That is their codes [K-1, M, L] for rule `latent`, their reconstruction errors [K-1, M] for rule `energy`, and
+    nothing for rule `calibrated`, which looks at arriving images only. Features larger than the configuration's budget
+    are not kept; the model computes them then, and gets the same numbers. It says so once. Same arguments and methods
+    as `MemoryCache`.
     """
 
     def __init__(self, model: LEViT, memory: Memory) -> None:

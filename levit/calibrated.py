@@ -1,4 +1,4 @@
-"""Rule `calibrated` (ours): what the expert at work does not expect of the arriving batches, before it learns from them.
+"""Rule `calibrated` (ours): what the expert at work does not expect of arriving batches, before it learns from them.
 
 Two charts (`levit.detector`), one number per batch each: the mean log VAE loss of its images, and, where images have
 labels, their mean cross-entropy. Either may raise the alarm. Nothing is set per data set: the one parameter is the
@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from levit.detector import ALLOWANCE, WARM_UP, WINDOW, Chart, normal_score
@@ -35,9 +34,10 @@ class Surprise(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """The source of the stream is another one since `batches` batches, the newest included."""
+    """The stream has another source since a few batches."""
 
-    batches: int
+    earlier: list[tuple[Tensor, Tensor]]
+    """Images and labels of those batches, but for the newest."""
     expert: int | None
     """Who explains the new source: an expert's number, or None: nobody, a new one is wanted."""
 
@@ -65,9 +65,13 @@ class CalibratedRule:
         """The larger of both charts' sums."""
         return max(chart.statistic for chart in self.charts)
 
+    def expert_at_work(self, model: LEViT) -> int:
+        """The active expert, or the frozen one that was recalled."""
+        return model.num_experts - 1 if self.recalled is None else self.recalled
+
     def observe(self, model: LEViT, images: Tensor, labels: Tensor) -> Change | None:
         """Look at the next batch, [b, C, S, S] and [b] int64 with -1 for no label; the change it reveals, if any."""
-        at_work = model.num_experts - 1 if self.recalled is None else self.recalled
+        at_work = self.expert_at_work(model)
         surprise = model.surprise(images, labels, at_work)
         alarm = False
         for chart, value in zip(self.charts, surprise, strict=True):
@@ -76,7 +80,7 @@ class CalibratedRule:
         self.suspects.append((images, labels))
         if alarm:
             self._keep_suspects(max(len(chart.suspect) for chart in self.charts if chart.statistic > chart.limit))
-            return Change(len(self.suspects), self._who_explains(model, at_work))
+            return Change(self.suspects[:-1], self._who_explains(model, at_work))
         self._keep_suspects(max(len(chart.suspect) for chart in self.charts))
         return None
 
@@ -87,11 +91,11 @@ class CalibratedRule:
         self.recalled, self.waiting, self.suspects = None, [], []
         self.charts = self._fresh()
 
-    def recall(self, expert: int, active: int) -> None:
+    def recall(self, expert: int, model: LEViT) -> None:
         """`expert` is at work from now on, a frozen one or the active one."""
         if self.recalled is None:
             self.waiting = [chart.window for chart in self.charts]
-        if expert == active:
+        if expert == model.num_experts - 1:
             self.charts = [Chart(self.limit, window) for window in self.waiting]
             self.recalled, self.waiting = None, []
         else:

@@ -124,13 +124,16 @@ def _eval(arguments: list[str]) -> int:
     if data.sha256 != config["data"]["sha256"]:
         raise RunError(f"{run.path}: trained on other data than {data.source} (sha256 {data.sha256} differs)")
     stream = Stream.from_config(cfg, data, test_limit=args.test_limit)
-    result = evaluate(load_model(run, args.device), stream, args.device, args.by_task)
+    model, seen = load_model(run, args.device), run.load_checkpoint()["progress"]["seen"]
+    result = evaluate(model, stream, args.device, args.by_task, seen if model.num_experts > 1 else None)
     if args.json:
         print(json.dumps(result))
         return 0
     print(f"accuracy per sample, all classes: {100 * result['accuracy']:.2f} %")
     print("by experience: " + "  ".join(f"{100 * value:.2f}" for value in result["accuracy_by_experience"]))
     print("images by expert: " + "  ".join(map(str, result["images_by_expert"])))
+    if "route_accuracy" in result:
+        print(f"route accuracy: {100 * result['route_accuracy']:.2f} %")
     if args.by_task:
         print(f"by-task (leaks): {100 * result['by-task (leaks)']:.2f} %")
     return 0
@@ -152,9 +155,10 @@ def _predict(arguments: list[str]) -> int:
     if args.json:
         print(json.dumps(answers))
     else:
-        print("image\tlabel\texpert\tsoftmax")
+        print("image\tlabel\texpert\tconfidence\tknown")
         for answer in answers:
-            print(f"{answer['image']}\t{answer['label']}\t{answer['expert']}\t{answer['softmax']:.4f}")
+            known = "yes" if answer["known"] else "no"
+            print(f"{answer['image']}\t{answer['label']}\t{answer['expert']}\t{answer['confidence']:.4f}\t{known}")
     return 0
 
 

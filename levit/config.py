@@ -59,6 +59,12 @@ class LEViTConfig:
     """Weight of the KL term in the VAE loss [P]."""
     route_samples: int = 0
     """Routing averages the VAE loss over this many sampled codes; 0 takes the mean code (as published)."""
+    routing: Literal["vae", "shared", "fused"] = "vae"
+    """Who chooses an image's expert: its VAE loss (as published), a streaming LDA in a shared space, or both."""
+    shared_filters: int = 100
+    """Filters of the shared space (8 features each), for routing `shared` and `fused` and for method slda."""
+    calibration: bool = False
+    """Keep what predict needs to calibrate its confidence and to flag what no expert knows (`levit.examples`)."""
 
     # learner
     criterion: Literal["calibrated", "latent", "energy"] = "calibrated"
@@ -114,7 +120,7 @@ class LEViTConfig:
         object.__setattr__(self, "vae_hidden", tuple(self.vae_hidden))
         at_least_one = (
             "image_size channels patch_size num_classes embed_dim num_heads head_dim latent_dim memory_size "
-            "train_batch updates_per_batch classes_per_task batch_size dnn_width permutations"
+            "train_batch updates_per_batch classes_per_task batch_size dnn_width permutations shared_filters"
         )
         for name in at_least_one.split():
             _expect(_is_int(value := getattr(self, name)) and value >= 1, name, "a whole number of at least 1", value)
@@ -147,6 +153,8 @@ class LEViTConfig:
         _choice(self, "expert", ("vit", "dnn"))
         _choice(self, "fusion", ("sum", "concat"))
         _choice(self, "vae", ("mlp", "conv"))
+        _choice(self, "routing", ("vae", "shared", "fused"))
+        _expect(isinstance(self.calibration, bool), "calibration", "True or False", self.calibration)
         _choice(self, "gating", ("learned", "fixed", "none"))
         _choice(self, "gate_per", ("expert", "head"))
         heads = self.gate_per == "expert" or self.expert == "vit"
@@ -155,7 +163,9 @@ class LEViTConfig:
             _expect(not getattr(self, name) or self.expert == "vit", name, "False, for expert 'dnn'", True)
         _choice(self, "criterion", ("calibrated", "latent", "energy"))
         alarms = self.false_alarms_every
-        _expect(_is_int(alarms) and alarms >= 100 * self.batch_size, "false_alarms_every", "at least 100 batches", alarms)
+        _expect(
+            _is_int(alarms) and alarms >= 100 * self.batch_size, "false_alarms_every", "at least 100 batches", alarms
+        )
         energy = self.energy_threshold
         _expect(energy is None or energy > 0, "energy_threshold", "more than 0, or None", energy)
         _expect(self.criterion != "energy" or energy, "energy_threshold", "a number, for criterion 'energy'", energy)
@@ -277,6 +287,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         vae_hidden=(64, 64),
         latent_dim=16,
         memory_size=200,
+        criterion="latent",  # an experience has 29 batches: too few for a chart to learn what is usual
     ),
     "split-mnist": _MNIST | dict(dataset="mnist", gamma=9.4),
     "split-fashion": _MNIST | dict(dataset="fashion", gamma=9.4),

@@ -29,9 +29,9 @@ _GRID = 120  # cells between 0 and the limit, in the Markov chain that the limit
 class Chart:
     """One-sided CUSUM of the normal scores of sequential ranks.
 
-    S ← max(0, S + Φ⁻¹((r − ½)/(n + 1)) − k) with r the rank of the new value among itself and the n values of the window
-    (ties share their mean rank); an alarm is S > limit. A change began where S last left zero; the values since then
-    are *suspect* and join the window only when S is back at zero.
+    S ← max(0, S + Φ⁻¹((r − ½)/(n + 1)) − k) with r the rank of the new value among itself and the n values of the
+    window (ties share their mean rank); an alarm is S > limit. A change began where S last left zero; the values
+    since then are *suspect* and join the window only when S is back at zero.
 
     Args:
         limit: what S must exceed, see `limit_for`.

@@ -72,7 +72,7 @@ class RoutedInference(nn.Module):
         model = self.model
         features = model.features(images)
         logits = [expert.head(model.fuse(features[:, : k + 1])) for k, expert in enumerate(model.experts)]
-        routes = model.elbo_loss(images).argmin(dim=1)
+        routes = model.route(images)
         return torch.stack(logits, dim=1).gather(1, routes[:, None, None].expand(-1, 1, model.cfg.num_classes))[:, 0]
 
 
@@ -85,6 +85,8 @@ def export_program(model: LEViT) -> torch.export.ExportedProgram:
 
     plain = Reference(model.cfg).to(model.weight.device, model.weight.dtype)
     plain.load_state_dict(model.state_dict())
+    if plain.router is not None:
+        plain.router.plan()  # solved here, the program holds the solution
     cfg = model.cfg
     images = model.weight.new_zeros(2, cfg.channels, cfg.image_size, cfg.image_size)
     batch = torch.export.Dim("batch", min=1)

@@ -57,6 +57,8 @@ def evaluate(
         seen: what each expert was trained on (`metrics.route_accuracy`), which adds the route accuracy.
     """
     test, count = stream.test, len(stream.ends)
+    if by_task and not hasattr(model, "elbo_loss"):
+        raise ValueError("by_task: this method has no VAE to choose an expert by")
     predicted = metrics.predictions(model, test.images, device)
     chosen = metrics.routes(model, test.images, device)
     result = {
@@ -71,14 +73,13 @@ def evaluate(
     return result
 
 
-@torch.no_grad()
 def predict(model: nn.Module, images: Tensor) -> list[dict[str, Any]]:
-    """For each image [B, C, S, S]: label, expert chosen, and the label's softmax value (not calibrated)."""
+    """For each image [B, C, S, S]: label, expert, confidence, known (`levit.routing.Prediction`)."""
     answers = []
     for part in images.split(metrics.EVALUATION_BATCH):
-        value, label = torch.softmax(model(part), dim=1).max(dim=1)
-        rows = zip(label.tolist(), model.route(part).tolist(), value.tolist(), strict=True)
-        answers += [{"label": a, "expert": b, "softmax": c} for a, b, c in rows]
+        prediction = model.predict(part)
+        rows = zip(*(column.tolist() for column in prediction), strict=True)
+        answers += [dict(zip(prediction._fields, row, strict=True)) for row in rows]
     return answers
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from levit.calibrated import CalibratedRule, Change
+from levit.checks import check_values
 from levit.expansion import rule_fires
 from levit.memory import Memory
 from levit.reference import NO_LABEL, LEViT
@@ -27,8 +28,10 @@ class Event:
     (`levit.expansion`); of rule `calibrated` [1], the larger sum of its charts."""
     loss: float | None
     """Mean training loss over this batch's updates; None: no update, the memory is too small or an expert recalled."""
-    recalled: int | None = None
-    """The frozen expert that explains this batch, which nothing was learned from; else None (rule `calibrated`)."""
+    expert: int = 0
+    """Whose data this batch is: of the expert that learns from it, or of one that was recalled (`calibrated`)."""
+    moved: int = 0
+    """Images of the batches before that turned out to be that expert's too (a change is noticed late)."""
 
 
 Callback = Callable[["Learner", Event], object]
@@ -124,41 +127,46 @@ class Learner:
 
     def _observe(self, images: Tensor, labels: Tensor) -> Event:
         if self.rule is not None:
-            return self._observe_calibrated(images, labels)
+            return self._observe_calibrated(self.rule, images, labels)
+        expert = self.model.num_experts - 1
+        self.model.observe(images, labels, expert)
         self._store(images, labels)
         loss = self._update()
         expanded, distances = self._expand_or_drop(len(images))
-        return Event(expanded, distances, loss)
+        return Event(expanded, distances, loss, expert)
 
-    def _observe_calibrated(self, images: Tensor, labels: Tensor) -> Event:
+    def _observe_calibrated(self, rule: CalibratedRule, images: Tensor, labels: Tensor) -> Event:
         """Rule `calibrated` looks before anything is learned from the batch, and may fire at any time."""
-        change = self.rule.observe(self.model, images, labels)
-        statistic = torch.tensor([self.rule.statistic])
-        expanded = change is not None and self._react(change)
-        if self.rule.recalled is not None:
-            return Event(False, statistic, None, self.rule.recalled)
-        self._store(images, labels)
-        return Event(expanded, statistic, self._update())
+        before = rule.expert_at_work(self.model)
+        change = rule.observe(self.model, images, labels)
+        statistic = torch.tensor([rule.statistic])
+        late = [] if change is None else change.earlier
+        expanded = change is not None and self._react(rule, change)
+        expert = rule.expert_at_work(self.model)
+        if expert == before:
+            late = []
+        for _, late_labels in late:
+            self.model.reassign(late_labels, before, expert)
+        self.model.observe(images, labels, expert)
+        moved = sum(len(batch) for batch, _ in late)
+        if rule.recalled is not None:
+            return Event(False, statistic, None, expert, moved)
+        for batch in [*late, (images, labels)]:
+            self._store(*batch)
+        return Event(expanded, statistic, self._update(), expert, moved)
 
-    def _react(self, change: Change) -> bool:
+    def _react(self, rule: CalibratedRule, change: Change) -> bool:
         """The stream has another source: recall the expert that knows it, or add one; whether one was added."""
-        active, limit = self.model.num_experts - 1, self.cfg.max_experts
-        earlier = list(self.rule.suspects[:-1])  # the newest batch is not stored yet
-        was_recalled = self.rule.recalled is not None
-        if change.expert is None and limit is not None and self.model.num_experts >= limit:
-            self.rule.ignore()
-            return False
+        limit = self.cfg.max_experts
         if change.expert is not None:
-            self.rule.recall(change.expert, active)
+            rule.recall(change.expert, self.model)
+        elif limit is not None and self.model.num_experts >= limit:
+            rule.ignore()
         else:
-            self.model.add_expert()
-            self.memory.clear()
-            self._start_expert()
-            self.rule.expand()
-        if self.rule.recalled is None and (was_recalled or change.expert is None):
-            for images, labels in earlier:
-                self._store(images, labels)
-        return change.expert is None
+            self._grow()
+            rule.expand()
+            return True
+        return False
 
     @torch.no_grad()
     def _store(self, images: Tensor, labels: Tensor) -> None:
@@ -194,10 +202,14 @@ class Learner:
             if not rule_fires(distances, self.cfg.expansion_threshold):
                 self.memory.drop_oldest(batch)
                 return False, distances
+        self._grow()
+        return True, distances
+
+    def _grow(self) -> None:
+        """Freeze the active expert and begin another one, with an empty memory."""
         self.model.add_expert()
         self.memory.clear()
         self._start_expert()
-        return True, distances
 
     def _start_expert(self) -> None:
         """A new active expert gets a new optimizer, and the memory a cache of what the frozen ones say."""
@@ -220,10 +232,5 @@ class Learner:
         self.model.check_labels(images, labels)
         if not 1 <= len(images) <= self.memory.capacity:
             raise ValueError(f"images: expected 1 to {self.memory.capacity} (memory_size) of them, got {len(images)}")
-        low, high = (bound.item() for bound in torch.aminmax(images))
-        if not (low >= 0 and high <= 1):
-            raise ValueError(f"images: expected finite values in [0, 1], got {low:g} to {high:g}; scale them first")
-        low, high = (bound.item() for bound in torch.aminmax(labels))
-        if low < NO_LABEL or high >= self.cfg.num_classes:
-            raise ValueError(f"labels: expected 0 to {self.cfg.num_classes - 1} (-1: none), got {low} to {high}")
+        check_values(images, labels, self.cfg.num_classes, NO_LABEL)
         return images

@@ -90,9 +90,12 @@ def route_accuracy(chosen: np.ndarray, kinds: np.ndarray, seen: Sequence[Sequenc
     Args:
         chosen: [n] the expert of each image.
         kinds: [n] the kind of each image.
-        seen: [K][kinds] how many images of each kind the stream showed while the expert was the active one.
+        seen: how many images of each kind the stream showed while the expert was the active one, [K][kinds]; experts
+            beyond the list have seen nothing.
     """
-    return float((np.asarray(seen)[chosen, kinds] > 0).mean())
+    counts = np.zeros((max(len(seen), chosen.max() + 1), len(seen[0])))
+    counts[: len(seen)] = seen
+    return float((counts[chosen, kinds] > 0).mean())
 
 
 def by_task_accuracy(model: nn.Module, test: TestSet, count: int, device: torch.device | str = "cpu") -> float:

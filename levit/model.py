@@ -18,6 +18,7 @@ from levit.expert import Expert
 from levit.knowledge import KnowledgeBase, attention_weights, vae_weights
 from levit.memory import Memory
 from levit.reference import classification_loss, features, patches
+from levit.routing import Prediction
 from levit.vae import LOG_SIGMA_RANGE
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
 
@@ -81,8 +82,19 @@ class LEViT(reference.LEViT):
 
     def forward(self, images: Tensor) -> Tensor:
         images = self.check_images(images)
-        evaluate = self._forward_chunk if self._attention_packs else super().forward
-        return torch.cat([evaluate(chunk) for chunk in images.split(CHUNK)])
+        return torch.cat([self.apply_experts(chunk, self.route(chunk)) for chunk in images.split(CHUNK)])
+
+    def predict(self, images: Tensor) -> Prediction:
+        predict = super().predict
+        parts = [predict(chunk) for chunk in self.check_images(images).split(CHUNK)]
+        return Prediction(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def apply_experts(self, images: Tensor, routes: Tensor) -> Tensor:
+        if not self._attention_packs:
+            return super().apply_experts(images, routes)
+        chosen = sorted(set(routes.tolist()))
+        fused = self._fuse_routed(patches(images, self.cfg.patch_size), routes, chosen)
+        return self._apply_heads(fused, routes, chosen)
 
     def expansion_distances(
         self,
@@ -151,12 +163,6 @@ class LEViT(reference.LEViT):
         """What a fused model has beyond its parameters: nothing that would have to be saved."""
         self.knowledge = KnowledgeBase(self.cfg.num_heads)
         self._told = False
-
-    def _forward_chunk(self, images: Tensor) -> Tensor:
-        routes = self.route(images)
-        chosen = sorted(set(routes.tolist()))
-        fused = self._fuse_routed(patches(images, self.cfg.patch_size), routes, chosen)
-        return self._apply_heads(fused, routes, chosen)
 
     def _fuse_routed(self, parts: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
         """Equation 8 for images routed to the experts in `chosen`; experts beyond an image's own are not evaluated."""

@@ -27,7 +27,9 @@ class Progress:
     expansions: list[int] = field(default_factory=list)
     """Positions at which an expert was added."""
     seen: list[list[int]] = field(default_factory=list)
-    """[K][kinds] images of each kind that each expert was the active one for; for the evaluator alone."""
+    """[K][kinds] images of each kind that were each expert's (`Event.expert`); for the evaluator alone."""
+    latest_expert: int = 0
+    """Whose the latest batch was."""
     losses: list[float] = field(default_factory=list)
     """Since the latest row of metrics.csv; so are the other fields below."""
     min_distance: float | None = None
@@ -41,16 +43,23 @@ class Progress:
             self.updates += updates_per_batch
             self.losses.append(event.loss)
         if event.distances is not None:
-            self.min_distance = float(event.distances.min())
+            latest = float(event.distances.min())
+            self.min_distance = latest if self.min_distance is None else max(self.min_distance, latest)
         if event.expanded:
             self.expansions.append(self.position)
 
-    def count_kinds(self, kinds: np.ndarray, expert: int, num_kinds: int) -> None:
-        """Take in the kinds [b] of a batch's images (`levit.streams.Stream.kinds`), and the expert that got it."""
+    def count_kinds(self, kinds: np.ndarray, moved: np.ndarray, expert: int, num_kinds: int) -> None:
+        """Take in the kinds [b] of a batch's images (`levit.streams.Stream.kinds`), and the expert whose they are.
+
+        `moved` [n] are the kinds of those before it that turned out to be that expert's too.
+        """
         while len(self.seen) <= expert:
             self.seen.append([0] * num_kinds)
-        for kind in kinds.tolist():
+        for kind in moved.tolist():
+            self.seen[self.latest_expert][kind] -= 1
+        for kind in [*moved.tolist(), *kinds.tolist()]:
             self.seen[expert][kind] += 1
+        self.latest_expert = expert
 
     def crossed(self, every: int, images: int) -> bool:
         """Whether a multiple of `every` lies within the latest batch of `images`."""

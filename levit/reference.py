@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from levit.cache import KnowledgeCache, MemoryCache
 from levit.calibrated import Surprise
+from levit.checks import check_images, check_labels
 from levit.config import LEViTConfig
 from levit.expert import NEGATIVE_SLOPE, Expert, linear_norm
 from levit.export import load_model, save_model
 from levit.memory import Memory
 from levit.noise import fixed_noise, position_noise
+from levit.routing import Prediction, Router
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -99,6 +101,7 @@ class LEViT(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.experts = nn.ModuleList([Expert.create(cfg, 0)])
+        self.router = Router.create(cfg)
 
     @property
     def num_experts(self) -> int:
@@ -119,6 +122,8 @@ class LEViT(nn.Module):
         """Freeze the active expert for good and append a fresh one, which becomes the active one."""
         self.active.freeze()
         self.experts.append(Expert.create(self.cfg, self.num_experts, like=self.weight))
+        if self.router is not None:
+            self.router.add_expert()
 
     def gates(self, k: int) -> Tensor:
         """Equation 7: g of expert k over the experts that it gates, [n] or [n, H]; constant 1/n where gating is fixed.
@@ -163,13 +168,58 @@ class LEViT(nn.Module):
         return torch.stack([expert.vae.loss(images, noise) for expert in self.experts], dim=1)
 
     def route(self, images: Tensor) -> Tensor:
-        """k*(x) = argmin_k VAE loss_k(x), per sample: [B, C, S, S] → [B] int64."""
-        return self.elbo_loss(images).argmin(dim=1)
+        """k*(x) per sample, [B, C, S, S] → [B] int64: argmin_k VAE loss_k(x) [P], or as `levit.routing` has it."""
+        images = self.check_images(images)
+        if self.router is None:
+            return self.elbo_loss(images).argmin(dim=1)
+        return self.router.route(images, self.elbo_loss)
+
+    def observe(self, images: Tensor, labels: Tensor, expert: int) -> None:
+        """Let routing and calibration take in a batch of the stream, before `expert` learns from it.
+
+        Nothing that the published rule does without (`cfg.routing`, `cfg.calibration`) is computed or kept.
+
+        Args:
+            images: [b, C, S, S].
+            labels: [b] int64; `NO_LABEL` (-1) where there is none.
+            expert: 0-based, who will be trained on them.
+        """
+        if self.router is not None:
+            self.router.observe(self, self.check_images(images), labels, expert)
+
+    def reassign(self, labels: Tensor, source: int, expert: int) -> None:
+        """Images with these labels [n], observed as what `source` learns from, turned out to be for `expert`."""
+        if self.router is not None:
+            self.router.reassign(labels, source, expert)
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> Prediction:
+        """Label, expert, confidence and whether any expert knows such images: [B, C, S, S] → [B] each.
+
+        The confidence is p(k* | x)·p(label | x, k*), both fitted on images that the model had not learned from when it
+        was asked about them (`levit.examples`). Without `cfg.calibration` it is the plain softmax value of the label,
+        and every image counts as known.
+        """
+        images = self.check_images(images)
+        if self.router is None or not self.cfg.calibration:
+            routes = self.route(images)
+            confidence, label = self.apply_experts(images, routes).softmax(1).max(1)
+            return Prediction(label, routes, confidence, torch.ones_like(label, dtype=torch.bool))
+        losses = self.elbo_loss(images)
+        scores, plan = self.router.scores(images, lambda _: losses), self.router.plan()
+        routes = scores.argmax(1)
+        confidence, label = (plan.sharpness * self.apply_experts(images, routes)).softmax(1).max(1)
+        if plan.fitted:
+            confidence = confidence * scores.softmax(1).amax(1)
+        return Prediction(label, routes, confidence, (losses.log() <= plan.known_limits).any(1))
 
     def forward(self, images: Tensor) -> Tensor:
         """Equation 9, routed per sample: expert k*(x) with its own gates; [B, C, S, S] → logits [B, num_classes]."""
         images = self.check_images(images)
-        routes = self.route(images)
+        return self.apply_experts(images, self.route(images))
+
+    def apply_experts(self, images: Tensor, routes: Tensor) -> Tensor:
+        """Equation 9 with each image's expert given: [B, C, S, S] and [B] → logits [B, num_classes]."""
         evaluated = self.features(images)
         logits = evaluated.new_empty(len(images), self.cfg.num_classes)
         for k in range(self.num_experts):
@@ -256,30 +306,11 @@ class LEViT(nn.Module):
 
     def check_images(self, images: Tensor) -> Tensor:
         """The images in the model's dtype ([0, 255] uint8 becomes [0, 1]), or `TypeError`/`ValueError`."""
-        weight = self.weight
-        if not isinstance(images, Tensor):
-            raise TypeError(f"images: expected a tensor, got {type(images).__name__}")
-        shape = (self.cfg.channels, self.cfg.image_size, self.cfg.image_size)
-        if images.dim() != 4 or images.shape[1:] != shape:
-            raise ValueError(f"images: expected [B, {', '.join(map(str, shape))}], got {list(images.shape)}")
-        if images.device != weight.device:
-            raise ValueError(f"images: expected on {weight.device}, as the model, got {images.device}")
-        if images.dtype == torch.uint8:
-            return images.to(weight.dtype) / 255
-        if images.dtype != weight.dtype:
-            raise TypeError(f"images: expected {weight.dtype} or torch.uint8, got {images.dtype}")
-        return images
+        return check_images(images, self.cfg, self.weight)
 
     def check_labels(self, images: Tensor, labels: Tensor) -> None:
         """`TypeError` or `ValueError` unless labels are [B] int64 on the images' device (values: `Learner`)."""
-        if not isinstance(labels, Tensor):
-            raise TypeError(f"labels: expected a tensor, got {type(labels).__name__}")
-        if labels.dtype != torch.int64:
-            raise TypeError(f"labels: expected torch.int64, got {labels.dtype}")
-        if labels.shape != images.shape[:1]:
-            raise ValueError(f"labels: expected [{len(images)}], one per image, got {list(labels.shape)}")
-        if labels.device != images.device:
-            raise ValueError(f"labels: expected on {images.device}, as the images, got {labels.device}")
+        check_labels(images, labels)
 
     def check_training_batch(self, images: Tensor, labels: Tensor) -> Tensor:
         """`check_images` and `check_labels`, and at least two images."""
@@ -306,8 +337,11 @@ class LEViT(nn.Module):
         like = self.weight
         experts = nn.ModuleList([Expert.create(self.cfg, k, like) for k in range(kept, len(numbers))])
         experts = nn.ModuleList([*self.experts[:kept], *experts])
-        self._check_state({f"experts.{key}": value for key, value in experts.state_dict().items()}, state_dict, strict)
+        router = Router.create(self.cfg, len(numbers), state_dict)
+        shaped = nn.ModuleDict({"experts": experts} | ({} if router is None else {"router": router}))
+        self._check_state(shaped.state_dict(), state_dict, strict)
         self.experts = experts
+        self.router = None if router is None else router.to(like.device, like.dtype)
         for expert in experts[:-1]:
             expert.freeze()
         self.active.requires_grad_(True)

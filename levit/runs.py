@@ -37,9 +37,9 @@ COLUMNS = (
     "samples_per_second",
     "accuracy",
 )
-"""metrics.csv: images seen; mean loss since the row before; experts; smallest distance of the rule's latest check since
-the row before, and its threshold; training seconds so far; images per training second since the row before; per-sample
-accuracy over the whole test set. Empty where there is none."""
+"""metrics.csv: images seen; mean loss since the row before; experts; the largest value since the row before of what the
+rule compares (published rules: the smallest distance of a check), and its threshold; training seconds so far; images
+per training second since the row before; per-sample accuracy over the whole test set. Empty where there is none."""
 
 
 class RunError(RuntimeError):

@@ -33,8 +33,9 @@ class Interrupted(Exception):
 class RunOptions:
     """What shapes a run beside its `LEViTConfig`. A resumed run must have the same."""
 
-    method: Literal["levit", "reference", "finetune"] = "levit"
-    """LEViT, the same in plain torch, or the floor: one expert trained on the arriving images alone."""
+    method: Literal["levit", "reference", "finetune", "slda"] = "levit"
+    """LEViT; the same in plain torch; the floor, one expert trained on the arriving images alone; or a streaming LDA
+    without any expert."""
     limit: int | None = None
     """Images of the stream, of each experience in proportion; None means all."""
     test_limit: int | None = None
@@ -83,8 +84,8 @@ def build_stream(
     """The stream of a run; `ValueError` where the method could do nothing with it. Hooks: `levit.streams.Stream`."""
     data = configured_dataset(cfg, data_dir, download)
     stream = Stream.from_config(cfg, data, options.limit, options.test_limit, augment, normalize)
-    can_grow = METHODS[options.method].uses_memory and cfg.max_experts != 1
-    if can_grow and len(stream) < cfg.memory_size:
+    waits = METHODS[options.method].uses_memory and cfg.max_experts != 1 and cfg.criterion != "calibrated"
+    if waits and len(stream) < cfg.memory_size:
         raise ValueError(
             f"memory_size: the stream has {len(stream)} images, the memory holds {cfg.memory_size} and would never "
             f"be full, so no expert would ever be added; pass --memory-size {max(1, len(stream) // 5)} or less"
@@ -165,11 +166,11 @@ class _Training:
             ]
             clock = time.perf_counter()
             for images, labels in stream.batches(start=saved):
-                expert = model.num_experts - 1
                 event = self.observe(images, labels)
                 progress.seconds += time.perf_counter() - clock
                 here = slice(progress.position, progress.position + len(labels))
-                progress.count_kinds(stream.kinds[here], expert, stream.num_kinds)
+                moved = stream.kinds[here.start - event.moved : here.start]
+                progress.count_kinds(stream.kinds[here], moved, event.expert, stream.num_kinds)
                 progress.count(event, len(labels), self.learner.updates_per_batch)
                 display.batch(progress, event, model.num_experts)
 
@@ -219,10 +220,9 @@ class _Training:
         """At the end of the stream; None where there is one expert and nothing to choose."""
         if self.model.num_experts == 1:
             return None
-        test, kinds = self.stream.test, self.stream.num_kinds
-        unused = [[0] * kinds] * (self.model.num_experts - len(self.progress.seen))
+        test = self.stream.test
         chosen = metrics.routes(self.model, test.images, self.device)
-        return metrics.route_accuracy(chosen, test.kinds, self.progress.seen + unused)
+        return metrics.route_accuracy(chosen, test.kinds, self.progress.seen)
 
     def save(self) -> None:
         """Write the checkpoint."""

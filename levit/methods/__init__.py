@@ -13,6 +13,7 @@ from levit import reference
 from levit.config import LEViTConfig
 from levit.learner import Event, Learner
 from levit.methods.finetune import Finetune, single_expert
+from levit.methods.slda import SLDA, SLDALearner
 from levit.model import LEViT
 
 
@@ -46,5 +47,6 @@ METHODS: dict[str, Method] = {
     "levit": Method(LEViT, Learner, uses_memory=True),
     "reference": Method(reference.LEViT, Learner, uses_memory=True),
     "finetune": Method(single_expert, Finetune, uses_memory=False),
+    "slda": Method(SLDA, SLDALearner, uses_memory=False),
 }
-"""`levit` is fused, `reference` the same mathematics in plain torch, `finetune` the floor."""
+"""`levit` is fused, `reference` the same mathematics in plain torch, `finetune` the floor, `slda` a closed form."""

@@ -37,6 +37,7 @@ def small_config(**overrides):
         train_batch=8,
         batch_size=4,
         updates_per_batch=2,
+        criterion="latent",
         seed=3,
     )
     return levit.LEViTConfig(**(fields | overrides))

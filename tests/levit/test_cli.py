@@ -320,13 +320,15 @@ class TestUse:
         model = load_model(RunDirectory(trained))
         assert [a["label"] for a in answers[:30]] == model(images).argmax(1).tolist()
         assert [a["expert"] for a in answers[:30]] == model.route(images).tolist()
-        softmax = torch.softmax(model(images), 1).max(1).values
-        assert [a["softmax"] for a in answers[:30]] == pytest.approx(softmax.tolist(), abs=1e-6)
+        confidence = model.predict(images).confidence
+        assert [a["confidence"] for a in answers[:30]] == pytest.approx(confidence.tolist(), abs=1e-6)
         assert answers[30]["label"] == answers[3]["label"]
 
         assert cli.main(["predict", str(trained), "one.png"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].split("\t") == ["image", "label", "expert", "softmax"] and lines[1].startswith("one.png\t")
+        assert lines[0].split("\t") == ["image", "label", "expert", "confidence", "known"] and lines[1].startswith(
+            "one.png\t"
+        )
 
     @pytest.mark.parametrize(
         ("name", "content", "said"),

@@ -1,0 +1,110 @@
+"""What the model said of images of the stream before it learned from them: held-out examples that cost no image.
+
+Of every `EVERY`-th image the scores, the logits and the label are kept, the latest `ROWS` of each expert. An arriving
+image was never trained on, so its row is what a test image's would be, and the latest rows of an expert show it at its
+best: when it is frozen they stay as they are. A row says nothing of experts that came later, which cannot be known
+without the image; the regressions on these rows therefore compare with the experts that there were.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from levit.config import LEViTConfig
+from levit.logistic import fit_slopes
+
+EVERY = 5
+"""One image in so many is looked at."""
+ROWS = 128
+"""Rows per expert: its latest EVERY · ROWS images."""
+ENOUGH = 20
+"""Rows that a fit takes."""
+KNOWN_DEVIATIONS = 3.0
+"""An expert explains an image whose log VAE loss lies at most so many deviations above the expert's median."""
+
+
+class Examples(nn.Module):
+    """The table of rows, and what is fitted on it. Only buffers.
+
+    Args:
+        cfg: its `num_classes`.
+        experts: K, more come with `add_expert`.
+    """
+
+    def __init__(self, cfg: LEViTConfig, experts: int = 1) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("taken", torch.zeros(experts, dtype=torch.int64))
+        # Last dimension: log p(k | x) of the shared space, minus the VAE loss; NaN where it is not known.
+        self.register_buffer("scores", torch.full((experts, ROWS, experts, 2), torch.nan))
+        self.register_buffer("logits", torch.zeros(experts, ROWS, cfg.num_classes))
+        self.register_buffer("labels", torch.full((experts, ROWS), -1))
+
+    def add_expert(self) -> None:
+        """Make room for one more expert's rows, and for its scores in them."""
+        experts = len(self.taken)
+        scores = self.scores.new_full((experts + 1, ROWS, experts + 1, 2), torch.nan)
+        scores[:experts, :, :experts] = self.scores
+        self.scores = scores
+        self.taken = torch.cat([self.taken, self.taken.new_zeros(1)])
+        self.logits = torch.cat([self.logits, self.logits.new_zeros(1, *self.logits.shape[1:])])
+        self.labels = torch.cat([self.labels, self.labels.new_full((1, ROWS), -1)])
+
+    def due(self, count: int) -> range:
+        """Which of the next `count` images of the stream to look at; they count as seen."""
+        start = -int(self.seen) % EVERY
+        self.seen += count
+        return range(start, count, EVERY)
+
+    @torch.no_grad()
+    def add(self, expert: int, scores: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Rows of images that `expert` is about to learn from: scores [b, K, 2], its logits [b, classes], labels [b].
+
+        The oldest rows of the expert make room.
+        """
+        scores, logits, labels = scores[-ROWS:], logits[-ROWS:], labels[-ROWS:]
+        slots = (int(self.taken[expert]) + torch.arange(len(labels), device=labels.device)) % ROWS
+        self.scores[expert, slots] = scores
+        self.logits[expert, slots] = logits
+        self.labels[expert, slots] = labels
+        self.taken[expert] += len(labels)
+
+    def slopes(self, used: list[int]) -> Tensor | None:
+        """How much the `used` scores (0: shared, 1: VAE) say about the expert, [2], others 0; None: too few rows.
+
+        By maximum likelihood of the expert that learned from the image, softmax over the experts that there were.
+        """
+        experts = torch.arange(len(self.taken), device=self.taken.device)
+        own = experts[:, None].expand(-1, ROWS)
+        filled = torch.arange(ROWS, device=own.device) < self.taken[:, None]
+        scores = self.scores[..., used]
+        there = scores.isfinite().all(-1)
+        rows = filled & there[experts, :, experts] & (there.sum(-1) > 1)
+        if rows.sum() < ENOUGH:
+            return None
+        slopes = torch.zeros(2, dtype=torch.float64, device=own.device)
+        slopes[used] = fit_slopes(scores[rows], own[rows])
+        return slopes
+
+    def sharpness(self) -> float:
+        """1/T: the factor that makes an expert's softmax as likely as it can be on the labels; 1 with too few rows."""
+        rows = self.labels >= 0
+        if rows.sum() < ENOUGH:
+            return 1.0
+        return float(fit_slopes(self.logits[rows][..., None], self.labels[rows]))
+
+    def known_limits(self) -> Tensor:
+        """Log VAE loss up to which each expert explains an image, [K]; infinite where it has too few rows.
+
+        Median + `KNOWN_DEVIATIONS` · 1.4826 · MAD of what the expert's own arriving images had: were log losses normal,
+        0.13 % of an expert's own images would lie above its limit. Median and MAD do not feel the few images that
+        arrive after a change before it is noticed.
+        """
+        limits = self.scores.new_full((len(self.taken),), torch.inf)
+        for k, taken in enumerate(self.taken.tolist()):
+            if taken >= ENOUGH:
+                loss = (-self.scores[k, : min(taken, ROWS), k, 1]).log()
+                middle = loss.median()
+                limits[k] = middle + KNOWN_DEVIATIONS * 1.4826 * (loss - middle).abs().median()
+        return limits

@@ -1,0 +1,185 @@
+"""Which expert an image goes to: by its VAE loss, by a streaming LDA in a shared space, or by both.
+
+`vae` [P] is k*(x) = argmin_k VAE loss_k(x); `levit.LEViT.route` has it, a router is not needed for it.
+`shared` is argmax_k p(k | x) with p(k | x) = Σ_c p(c | x)·p(k | c): the LDA's class posterior, and the share of class
+c's images that expert k learned from (a class may span experts).
+`fused` is argmax_k a·log p(k | x) − b·VAE loss_k(x), with a, b ≥ 0 by logistic regression on `levit.examples`.
+
+Every rule looks at one image alone and draws no random number. Until there is enough to go by (`SharedSpace` has its
+filters and a class; `fused` has its slopes), images are routed by `vae`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from levit.config import LEViTConfig
+from levit.examples import Examples
+from levit.patch_features import PatchFeatures
+from levit.shared_space import SharedSpace
+
+if TYPE_CHECKING:
+    from levit.reference import LEViT
+
+LEAST = 1e-20
+"""Smallest p(k | x), so that no expert is ruled out whatever its VAE says."""
+
+
+class Prediction(NamedTuple):
+    """What `LEViT.predict` says of each image."""
+
+    label: Tensor
+    """[B] int64."""
+    expert: Tensor
+    """[B] int64, the expert that said so."""
+    confidence: Tensor
+    """[B], the probability that the label is right."""
+    known: Tensor
+    """[B] bool, whether at least one expert's VAE explains the image."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that routing needs of what was seen so far, solved and fitted; good until more is seen."""
+
+    shared: float
+    """a of the score a·log p(k | x) − b·VAE loss_k(x)"""
+    vae: float
+    """b; one of the two is positive."""
+    fitted: bool = False
+    """Whether the softmax of the scores is a probability: a and b come from examples."""
+    features: PatchFeatures | None = None
+    """None where a is 0; the next three then too."""
+    weights: Tensor | None = None
+    """[D, classes]"""
+    bias: Tensor | None = None
+    """[classes]"""
+    expert_of_class: Tensor | None = None
+    """p(k | c), [classes, K]"""
+    sharpness: float = 1.0
+    """Factor of an expert's logits (1/temperature)."""
+    known_limits: Tensor | None = None
+    """[K], `Examples.known_limits`"""
+
+
+class Router(nn.Module):
+    """What a model knows beside its experts about which of them an image belongs to. Only buffers.
+
+    Args:
+        cfg: configuration.
+        experts: K, more come with `add_expert`.
+        waiting: see `SharedSpace`.
+    """
+
+    def __init__(self, cfg: LEViTConfig, experts: int = 1, waiting: int = 0) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.shared = SharedSpace(cfg, waiting) if cfg.routing != "vae" else None
+        self.examples = Examples(cfg, experts) if cfg.routing == "fused" or cfg.calibration else None
+        if self.shared is not None:
+            self.register_buffer("class_counts", torch.zeros(experts, cfg.num_classes, dtype=torch.int64))
+        self._plan: Plan | None = None
+
+    @classmethod
+    def create(cls, cfg: LEViTConfig, experts: int = 1, state: Mapping[str, Tensor] | None = None) -> Router | None:
+        """A router as the configuration asks for, shaped for a `state` of the model if given; None if not needed."""
+        if cfg.routing == "vae" and not cfg.calibration:
+            return None
+        waiting = (state or {}).get("router.shared.waiting_labels", ())
+        return cls(cfg, experts, len(waiting))
+
+    def add_expert(self) -> None:
+        """Make room for one more expert."""
+        self._plan = None
+        if self.examples is not None:
+            self.examples.add_expert()
+        if self.shared is not None:
+            self.class_counts = torch.cat([self.class_counts, torch.zeros_like(self.class_counts[:1])])
+
+    @torch.no_grad()
+    def observe(self, model: LEViT, images: Tensor, labels: Tensor, expert: int) -> None:
+        """Take in a batch of the stream that `expert` will learn from next: [b, C, S, S] and [b], -1 for no label."""
+        self._plan = None
+        if self.examples is not None and (due := list(self.examples.due(len(images)))):
+            probes, known = images[due], labels[due]
+            scores = torch.stack([self._held_out_log_probs(probes, known), -model.elbo_loss(probes)], dim=-1)
+            self.examples.add(expert, scores, model.forward_expert(probes, expert), known)
+        if self.shared is not None:
+            self.shared.observe(images, labels)
+            self.class_counts[expert] += self._count(labels)
+
+    def reassign(self, labels: Tensor, source: int, expert: int) -> None:
+        """See `levit.reference.LEViT.reassign`; rows of `examples` stay where they are, they soon make room."""
+        self._plan = None
+        if self.shared is not None:
+            self.class_counts[source] -= self._count(labels)
+            self.class_counts[expert] += self._count(labels)
+
+    def _count(self, labels: Tensor) -> Tensor:
+        return torch.bincount(labels[labels >= 0], minlength=self.cfg.num_classes)
+
+    def route(self, images: Tensor, vae_losses: Callable[[Tensor], Tensor]) -> Tensor:
+        """The expert of each image, [B, C, S, S] → [B]; `vae_losses` gives [B, K] and is asked only if needed."""
+        return self.scores(images, vae_losses).argmax(dim=1)
+
+    def scores(self, images: Tensor, vae_losses: Callable[[Tensor], Tensor]) -> Tensor:
+        """a·log p(k | x) − b·VAE loss_k(x): [B, C, S, S] → [B, K]."""
+        plan = self.plan()
+        scores = 0.0
+        if plan.features is not None:
+            log_p = expert_log_probs(plan.features(images) @ plan.weights + plan.bias, plan.expert_of_class)
+            scores = plan.shared * log_p
+        return scores - plan.vae * vae_losses(images) if plan.vae else scores
+
+    def plan(self) -> Plan:
+        """Solve and fit what routing and prediction need; kept until the next `observe`."""
+        if self._plan is None:
+            self._plan = self._make_plan()
+        return self._plan
+
+    def _make_plan(self) -> Plan:
+        shared, routing = self.shared, self.cfg.routing
+        serves = shared is not None and bool(shared.fixed) and bool(shared.lda.counts.any())
+        used = {"vae": [1], "shared": [0], "fused": [0, 1]}[routing]
+        slopes = None
+        if self.examples is not None and (serves or routing == "vae"):
+            slopes = self.examples.slopes(used)
+        fitted = slopes is not None and bool(slopes.any())
+        if fitted:
+            a, b = slopes.tolist()
+        else:
+            a, b = (1.0, 0.0) if serves and routing == "shared" else (0.0, 1.0)
+        solved = (shared.features, *shared.lda.solve(), self._expert_of_class()) if a else (None,) * 4
+        if self.examples is None:
+            return Plan(a, b, fitted, *solved)
+        return Plan(a, b, fitted, *solved, self.examples.sharpness(), self.examples.known_limits())
+
+    def _expert_of_class(self) -> Tensor:
+        counts = self.class_counts.T.to(self.shared.recent_bias.dtype)
+        return counts / counts.sum(1, keepdim=True).clamp(min=1)
+
+    def _held_out_log_probs(self, images: Tensor, labels: Tensor) -> Tensor:
+        """log p(k | x) by what was seen a while ago, [b, K]; NaN where the image's class was not seen then."""
+        if self.shared is None:
+            return images.new_full((len(images), len(self.examples.taken)), torch.nan)
+        log_p = expert_log_probs(self.shared.recent_logits(images), self._expert_of_class())
+        seen = (labels >= 0) & self.shared.recent_bias.isfinite()[labels]
+        return log_p.masked_fill(~seen[:, None], torch.nan)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        self._plan = None
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._plan = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+def expert_log_probs(class_logits: Tensor, expert_of_class: Tensor) -> Tensor:
+    """log Σ_c p(c | x)·p(k | c), at least log `LEAST`: [B, classes] and p(k | c) [classes, K] → [B, K]."""
+    return (class_logits.softmax(dim=1) @ expert_of_class).clamp(min=LEAST).log()
