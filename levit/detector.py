@@ -17,8 +17,9 @@ import numpy as np
 WINDOW = 60
 """Values that a new one is ranked among."""
 
-WARM_UP = 15
-"""Values before the first test: the refractory period after an expansion."""
+WARM_UP = 30
+"""Values before the first test, the refractory period after an expansion: a young expert does not know what is usual,
+and its running batch-norm statistics still follow."""
 
 ALLOWANCE = 1.0
 """k of the CUSUM: half the shift, in standard deviations, that is found soonest."""
@@ -60,6 +61,11 @@ class Chart:
         if not self.fixed:
             self.window = [*self.window, *self.suspect][-WINDOW:]
         self.suspect, self.statistic = [], 0.0
+
+    def adapt(self) -> None:
+        """What the suspect values show is usual from now on: they are the whole window, after an alarm."""
+        self.window = []
+        self.accept()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types; the limit follows from the configuration."""
