@@ -27,9 +27,11 @@ SINGLE_ROUTES = 8  # a single image has one route; the mean over this many stand
 def config(experts: int) -> levit.LEViTConfig:
     """The preset, in a state that lasts: a full memory of K experts neither grows nor empties.
 
-    With one expert a full memory always expands, so there growth is forbidden, and no check takes place.
+    With one expert a full memory always expands, so there growth is forbidden, and no check takes place. Routing is the
+    published one: what the shared space costs is the same for both models.
     """
-    return levit.LEViTConfig.preset(PRESET, gamma=NEVER, max_experts=1 if experts == 1 else None)
+    limit = 1 if experts == 1 else None
+    return levit.LEViTConfig.preset(PRESET, gamma=NEVER, max_experts=limit, routing="vae", calibration=False)
 
 
 def build(kind: str, experts: int) -> torch.nn.Module:
