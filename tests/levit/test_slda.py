@@ -121,10 +121,15 @@ def test_confidence_is_fitted_on_what_was_not_yet_learned(monkeypatch):
     before = model.predict(query)
     expected, label = model(query).softmax(1).max(1)
     assert torch.equal(before.label, label) and before.known.all()
+    # Three in five rows right, all of them sure by 10: the factor that fits is near log(3 / 2 · 4) / 10.
     model.logits[:] = 0.0
-    model.logits[:, :, 0] = 5.0
+    for c in range(5):
+        for row in range(slda_module.ROWS):
+            model.logits[c, row, c if row % 5 < 3 else (c + 1) % 5] = 10.0
     after = model.predict(query)
-    assert (after.confidence < expected).all() and (after.confidence - 0.2).abs().max() < 0.05
+    sharpness = (np.log(0.6 / 0.4) + np.log(4)) / 10
+    expected = (sharpness * model(query)).softmax(1).max(1).values
+    torch.testing.assert_close(after.confidence, expected, rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize(
