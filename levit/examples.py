@@ -36,15 +36,15 @@ class Examples(nn.Module):
         super().__init__()
         self.register_buffer("seen", torch.tensor(0))
         self.register_buffer("taken", torch.zeros(experts, dtype=torch.int64))
-        # Last dimension: log p(k | x) of the shared space, minus the VAE loss; NaN where it is not known.
-        self.register_buffer("scores", torch.full((experts, ROWS, experts, 2), torch.nan))
+        # Last dimension: log p(k | x) of the shared space, minus the VAE loss; −∞ where it is not known.
+        self.register_buffer("scores", torch.full((experts, ROWS, experts, 2), -torch.inf))
         self.register_buffer("logits", torch.zeros(experts, ROWS, cfg.num_classes))
         self.register_buffer("labels", torch.full((experts, ROWS), -1))
 
     def add_expert(self) -> None:
         """Make room for one more expert's rows, and for its scores in them."""
         experts = len(self.taken)
-        scores = self.scores.new_full((experts + 1, ROWS, experts + 1, 2), torch.nan)
+        scores = self.scores.new_full((experts + 1, ROWS, experts + 1, 2), -torch.inf)
         scores[:experts, :, :experts] = self.scores
         self.scores = scores
         self.taken = torch.cat([self.taken, self.taken.new_zeros(1)])

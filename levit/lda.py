@@ -71,9 +71,8 @@ class StreamingLDA(nn.Module):
             scatter = (second_moment - (means * self.counts[:, None]).T @ means) / max(total, 1)
             # Where no class has two different rows, the rows' own size stands in for the scatter that is unknown.
             size = torch.stack([scatter.diagonal().mean(), 1e-6 * second_moment.diagonal().mean() / max(total, 1)])
-            scatter = (1 - SHRINKAGE) * scatter
-            scatter.diagonal().add_(SHRINKAGE * size.max().clamp(min=1e-12))
-            weights = torch.cholesky_solve(means.T, torch.linalg.cholesky(scatter))
+            ridge = SHRINKAGE * size.max().clamp(min=1e-12)
+            weights = torch.cholesky_solve(means.T, _factor((1 - SHRINKAGE) * scatter, ridge))
             bias = -0.5 * (means.T * weights).sum(0)
             if total:
                 bias = bias.masked_fill(self.counts == 0, -torch.inf)
@@ -98,3 +97,14 @@ class StreamingLDA(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._solution = None
         super()._load_from_state_dict(*args, **kwargs)
+
+
+def _factor(scatter: Tensor, ridge: Tensor) -> Tensor:
+    """Cholesky factor of scatter + ridge·I; more of a ridge where rounding left the scatter that far below zero."""
+    while True:
+        raised = scatter.clone()
+        raised.diagonal().add_(ridge)
+        factor, failed = torch.linalg.cholesky_ex(raised)
+        if not failed:
+            return factor
+        ridge = 10 * ridge

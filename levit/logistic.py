@@ -18,7 +18,7 @@ def fit_slopes(scores: Tensor, own: Tensor) -> Tensor:
     the minimum; no step size, no random numbers.
 
     Args:
-        scores: [n, K, F], larger speaks for k; NaN or infinite where there is no such k.
+        scores: [n, K, F], larger speaks for k; −∞ where there is no such k.
         own: [n] int64, the right k of each row, whose scores are finite.
 
     Returns:

@@ -164,12 +164,12 @@ class Router(nn.Module):
         return counts / counts.sum(1, keepdim=True).clamp(min=1)
 
     def _held_out_log_probs(self, images: Tensor, labels: Tensor) -> Tensor:
-        """log p(k | x) by what was seen a while ago, [b, K]; NaN where the image's class was not seen then."""
+        """log p(k | x) by what was seen a while ago, [b, K]; −∞ where the image's class was not seen then."""
         if self.shared is None:
-            return images.new_full((len(images), len(self.examples.taken)), torch.nan)
+            return images.new_full((len(images), len(self.examples.taken)), -torch.inf)
         log_p = expert_log_probs(self.shared.recent_logits(images), self._expert_of_class())
         seen = (labels >= 0) & self.shared.recent_bias.isfinite()[labels]
-        return log_p.masked_fill(~seen[:, None], torch.nan)
+        return log_p.masked_fill(~seen[:, None], -torch.inf)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         self._plan = None

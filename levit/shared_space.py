@@ -19,6 +19,9 @@ from levit.patch_features import PatchFeatures
 FIRST = 200
 """Images that the filters are drawn from."""
 
+REFRESH = 64
+"""Labelled images after which `recent_logits` are solved anew; a tenth of all there are, later, and 2000 at most."""
+
 
 class SharedSpace(nn.Module):
     """`PatchFeatures`, then `StreamingLDA`; answers from the first labelled image on. Only buffers.
@@ -76,8 +79,7 @@ class SharedSpace(nn.Module):
         self.lda.observe(self.features(images[labelled]), labels[labelled])
         count = int(self.lda.counts.sum())
         before = int(self.recent_count)
-        # A tenth more images: the cost of solving stays a small share, however long the stream.
-        if count - before >= min(max(64, before // 10), 2000):
+        if count - before >= min(max(REFRESH, before // 10), 2000):
             weights, bias = self.lda.solve()
             self.recent_weights.copy_(weights)
             self.recent_bias.copy_(bias)

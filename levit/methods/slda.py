@@ -39,7 +39,7 @@ class SLDA(nn.Module):
         self.space = SharedSpace(cfg)
         self.register_buffer("seen", torch.tensor(0))
         self.register_buffer("taken", torch.zeros(cfg.num_classes, dtype=torch.int64))
-        self.register_buffer("logits", torch.full((cfg.num_classes, ROWS, cfg.num_classes), torch.nan))
+        self.register_buffer("logits", torch.full((cfg.num_classes, ROWS, cfg.num_classes), -torch.inf))
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, C, S, S] → class logits [B, num_classes]; −∞ for classes not seen, 0 before the first."""

@@ -83,6 +83,17 @@ def test_rows_that_are_all_alike(value, dtype):
     torch.testing.assert_close(probabilities, torch.tensor([[0.5, 0.5, 0]], dtype=dtype).expand(2, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_class_one_image_over_and_over(dtype):
+    """The scatter is 0 but for rounding, which may leave it indefinite."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(10, 50, generator=generator).to(dtype) + 3
+    lda = StreamingLDA(50, 10).to(dtype)
+    for _ in range(40):
+        lda.observe(rows, torch.arange(10))
+    assert lda(rows).softmax(1).isfinite().all() and lda(rows).argmax(1).tolist() == list(range(10))
+
+
 def test_two_rows_of_two_classes_decide_by_distance():
     lda = StreamingLDA(2, 2).double()
     lda.observe(torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64), torch.tensor([0, 1]))

@@ -32,6 +32,7 @@ def test_numbers(name):
     assert cfg.batch_size == 10 and cfg.channels == (3 if cfg.vae == "conv" else 1)
     assert cfg.route_samples == (10 if cfg.vae == "conv" else 0)
     assert cfg.scenario == {"permuted-mnist": "permuted"}.get(name, "joined" if "+" in cfg.dataset else "split")
+    assert cfg.routing == ("vae" if name == "permuted-mnist" else "fused") and cfg.calibration
     assert cfg.permutations == 10 and LEViTConfig(**cfg.to_dict()) == cfg
 
 
