@@ -105,6 +105,38 @@ class ReportArguments:
 
 
 @dataclass
+class DetectionArguments:
+    """Train every rule on streams whose changes are known, though never shown to it, and say what it found.
+
+    Writes detection.csv, detection.html and the run directories; finished runs there are not repeated, interrupted ones
+    go on.
+    """
+
+    streams: tuple[str, ...] = ("split-mnist", "split-mnist-shuffled", "split-fashion", "permuted-mnist")
+    """Presets; with -shuffled behind the name the same images in random order, where every alarm is a false one."""
+    rules: tuple[Literal["calibrated", "latent", "energy"], ...] = ("calibrated", "latent")
+    """Expansion rules."""
+    seeds: tuple[int, ...] = (0,)
+    """Of the runs."""
+    limit: int | None = 12000
+    """Images of each stream; None means all."""
+    memory_size: int = 500
+    """Of the runs: the published rules fire when the memory is full, so it has to suit the limit."""
+    updates_per_batch: int | None = None
+    """Of the runs; None takes the presets'."""
+    energy_threshold: float | None = None
+    """Of rule energy, which has no default."""
+    out: Path = Path("runs/detection")
+    """Folder of the runs and of the report."""
+    data_dir: str | None = None
+    """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
+    threads: int | None = None
+    """CPU threads; default torch's."""
+    quiet: bool = False
+    """No progress, only the table."""
+
+
+@dataclass
 class EstimateArguments:
     """What a model of K experts with a full memory costs on this machine: parameters, bytes, seconds. Needs no data.
 

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from levit.arguments import EvalArguments, PredictArguments, ReportArguments, parse, parse_estimate, parse_train
+from levit.arguments import (
+    DetectionArguments,
+    EvalArguments,
+    PredictArguments,
+    ReportArguments,
+    parse,
+    parse_estimate,
+    parse_train,
+)
 from levit.config import PRESETS, LEViTConfig
 from levit.report.progress import RichDisplay
 from levit.report.tables import matrix_table, result_table
@@ -32,6 +40,7 @@ commands:
   eval RUN           accuracy of a trained run on the test images
   predict RUN IMAGE  labels for image files
   report RUN...      result table of one or more runs, mean and deviation over seeds
+  report detection   what each expansion rule finds on streams whose changes are known
   estimate PRESET    parameters, bytes and seconds of a model with many experts, on this machine
   info               versions, devices, kernels
 
@@ -163,6 +172,8 @@ def _predict(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
+    if arguments[:1] == ["detection"]:
+        return _report_detection(arguments[1:])
     args = parse(ReportArguments, "report", arguments)
     runs = [RunDirectory(path) for path in args.directories]
     if not runs:
@@ -177,6 +188,29 @@ def _report(arguments: list[str]) -> int:
             _write_report(run, out.print)
     if args.compare is not None:
         _write_comparison(runs, args.compare, out.print)
+    return 0
+
+
+def _report_detection(arguments: list[str]) -> int:
+    from levit.detection import detection_runs
+    from levit.report.detection import detection_table, write_detection
+
+    args = parse(DetectionArguments, "report detection", arguments)
+    _set_up("cpu", args.threads)
+    given = {"memory_size": args.memory_size, "updates_per_batch": args.updates_per_batch}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    if args.energy_threshold is not None:
+        overrides["energy_threshold"] = args.energy_threshold
+    console = Console(stderr=True)
+
+    def display(title: str, images: int, experiences: int) -> RichDisplay:
+        shown = RichDisplay(console, images, experiences, args.quiet)
+        shown.say(title)
+        return shown
+
+    runs = detection_runs(args.out, args.streams, args.rules, args.seeds, args.limit, overrides, args.data_dir, display)
+    _stdout().print(detection_table(runs))
+    write_detection(runs, args.out, lambda text: console.print(text, highlight=False, soft_wrap=True))
     return 0
 
 

@@ -56,7 +56,7 @@ def write_page(run: RunDirectory, plots: Sequence[Path]) -> Path:
         _heading("Configuration"),
         _rows(config["config"] | config["options"]),
     ]
-    return _write(run / "report.html", title, parts)
+    return write_html(run / "report.html", title, parts)
 
 
 def write_comparison(runs: Sequence[RunDirectory], path: Path, plot: bytes | None) -> Path:
@@ -73,7 +73,7 @@ def write_comparison(runs: Sequence[RunDirectory], path: Path, plot: bytes | Non
         _heading("Runs"),
         _rows(listed),
     ]
-    return _write(path, "Runs side by side", parts)
+    return write_html(path, "Runs side by side", parts)
 
 
 def run_title(config: Mapping[str, Any]) -> str:
@@ -81,7 +81,8 @@ def run_title(config: Mapping[str, Any]) -> str:
     return f"{config['preset']} {config['options']['method']} seed {config['config']['seed']}"
 
 
-def _write(path: Path, title: str, parts: Sequence[str]) -> Path:
+def write_html(path: Path, title: str, parts: Sequence[str]) -> Path:
+    """Write a page of our style with this title and these pieces of HTML; returns its path."""
     text = "\n".join(
         [
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
@@ -105,8 +106,13 @@ def _rows(content: Mapping[str, Any]) -> str:
 
 
 def _figure(name: str, image: bytes) -> str:
+    return figure_html(CAPTIONS.get(name, Path(name).stem), image)
+
+
+def figure_html(caption: str, image: bytes) -> str:
+    """A PNG inside the page, with its caption."""
     data = base64.b64encode(image).decode()
-    caption = escape(CAPTIONS.get(name, Path(name).stem))
+    caption = escape(caption)
     return (
         f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
     )
