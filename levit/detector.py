@@ -7,12 +7,11 @@ can be computed instead of guessed (docs/expansion.md).
 
 from __future__ import annotations
 
-import functools
+import bisect
+import math
 from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
-
-import numpy as np
 
 WINDOW = 60
 """Values that a new one is ranked among."""
@@ -24,7 +23,8 @@ and its running batch-norm statistics still follow."""
 ALLOWANCE = 1.0
 """k of the CUSUM: half the shift, in standard deviations, that is found soonest."""
 
-_GRID = 120  # cells between 0 and the limit, in the Markov chain that the limit is computed with
+RUN_LENGTHS = ((2.0, 345), (3.0, 2_240), (4.0, 9_970), (5.0, 49_700), (6.0, 245_000))
+"""Limit and batches between false alarms, as `python -m bench.run_length` simulates them."""
 
 
 class Chart:
@@ -91,32 +91,17 @@ def normal_score(value: float, window: list[float]) -> float:
     return NormalDist().inv_cdf((less + 0.5 * equal + 0.5) / (len(window) + 1))
 
 
-@functools.cache
+def score_table(count: int) -> list[float]:
+    """`normal_score` of a value that exceeds 0, 1, …, all of `count` others."""
+    return [NormalDist().inv_cdf((less + 0.5) / (count + 1)) for less in range(count + 1)]
+
+
 def limit_for(run_length: float) -> float:
-    """The limit with which a full window raises a false alarm every `run_length` batches on average.
+    """The limit with which a chart raises a false alarm every `run_length` batches on average.
 
-    By bisection over `average_run_length`. With fewer values the scores are smaller, and false alarms rarer.
+    Between the simulated values, and beyond them, the run length grows exponentially with the limit.
     """
-    low, high = 0.0, 1.0
-    while average_run_length(high) < run_length:
-        low, high = high, high + 1
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        low, high = (middle, high) if average_run_length(middle) < run_length else (low, middle)
-    return high
-
-
-def average_run_length(limit: float) -> float:
-    """Batches until S, from zero, exceeds the limit while nothing changes; ranks are taken as independent.
-
-    Brook & Evans (1972): S moves on a grid as a Markov chain, whose expected time to absorption is a linear system.
-    """
-    n = WINDOW + 1
-    scores = np.array([NormalDist().inv_cdf((rank + 0.5) / n) for rank in range(n)])
-    cells = (np.arange(_GRID + 1)) * limit / _GRID
-    landed = np.rint((cells[:, None] + scores - ALLOWANCE) / limit * _GRID).clip(min=0).astype(int)
-    chain = np.zeros((_GRID + 1, _GRID + 1))
-    for state, targets in enumerate(landed):
-        inside = targets[targets <= _GRID]
-        np.add.at(chain[state], inside, 1 / n)
-    return float(np.linalg.solve(np.eye(_GRID + 1) - chain, np.ones(_GRID + 1))[0])
+    limits, lengths = zip(*RUN_LENGTHS, strict=True)
+    right = min(max(bisect.bisect(lengths, run_length), 1), len(lengths) - 1)
+    slope = (limits[right] - limits[right - 1]) / math.log(lengths[right] / lengths[right - 1])
+    return limits[right] + slope * math.log(run_length / lengths[right])

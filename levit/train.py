@@ -45,7 +45,9 @@ class RunOptions:
     log_every: int | None = None
     """Images between rows of metrics.csv, None a hundredth of the stream; expansions and evaluations get their own."""
     checkpoint_every: int = 10000
-    """Images between checkpoints."""
+    """Images between checkpoints, at most."""
+    checkpoint_minutes: float = 5.0
+    """Minutes between checkpoints, at most: slow streams are saved by the clock."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -53,6 +55,8 @@ class RunOptions:
         for name in ("eval_every", "log_every", "checkpoint_every"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        if not self.checkpoint_minutes > 0:
+            raise ValueError(f"checkpoint_minutes: expected more than 0, got {self.checkpoint_minutes}")
 
 
 class RowLog(Protocol):
@@ -159,7 +163,7 @@ class _Training:
         stream, model, progress = self.stream, self.model, self.progress
         threshold = model.cfg.expansion_threshold
         log_every = self.options.log_every or max(1, len(stream) // 100)
-        saved = progress.position
+        saved, saved_at = progress.position, time.monotonic()
         with _stop_requests(display) as stop_requested, contextlib.ExitStack() as open_logs:
             logs = [
                 open_logs.enter_context(contextlib.closing(log(self.run, saved))) for log in (MetricsLog, *self.logs)
@@ -182,9 +186,11 @@ class _Training:
                     row = progress.row(model.num_experts, threshold, experience is not None)
                     for log in logs:
                         log.append(row)
-                if last or stop_requested() or progress.position - saved >= self.options.checkpoint_every:
+                due = progress.position - saved >= self.options.checkpoint_every
+                late = time.monotonic() - saved_at >= 60 * self.options.checkpoint_minutes
+                if last or stop_requested() or due or late:
                     self.save()
-                    saved = progress.position
+                    saved, saved_at = progress.position, time.monotonic()
                 if stop_requested() and not last:
                     where = f"image {progress.position} of {len(stream)}"
                     raise Interrupted(f"{self.run.path}: stopped and saved at {where}; --resume goes on from there")

@@ -1,13 +1,15 @@
 """The charts: scores by definition, limits against simulation, and streams whose answer is known."""
 
+import random
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 import torch
 
+from bench import run_length
 from levit import detector
-from levit.detector import ALLOWANCE, WARM_UP, WINDOW, Chart, average_run_length, limit_for, normal_score
+from levit.detector import RUN_LENGTHS, WARM_UP, WINDOW, Chart, limit_for, normal_score, score_table
 
 LIMIT = limit_for(100_000)
 
@@ -32,6 +34,10 @@ class TestScore:
         for value, rank in [(-1, 0), (1, 1), (3, 2), (5, 3), (7, 4)]:
             assert normal_score(value, window) == NormalDist().inv_cdf((rank + 0.5) / 5)
 
+    def test_table(self):
+        window = [0.0, 2.0, 4.0]
+        assert score_table(3) == [normal_score(value, window) for value in (-1.0, 1.0, 3.0, 5.0)]
+
     def test_ties_share_their_mean_rank(self):
         assert normal_score(1.0, [1.0] * 8) == 0.0
         assert normal_score(1.0, [0.0, 1.0, 1.0, 2.0]) == 0.0
@@ -44,28 +50,21 @@ class TestScore:
 
 
 class TestLimit:
-    @pytest.mark.parametrize("length", [50, 1000, 100_000])
-    def test_solves_for_the_run_length(self, length):
-        limit = limit_for(length)
-        assert average_run_length(limit) >= length > average_run_length(limit - 0.05)
+    def test_goes_through_the_simulated_values_and_grows(self):
+        for limit, length in RUN_LENGTHS:
+            assert limit_for(length) == pytest.approx(limit)
+        limits = [limit_for(10.0**power) for power in range(1, 9)]
+        assert limits == sorted(limits) and limits[0] > 0
 
-    def test_simulated_run_length_is_the_computed_one(self):
-        # Independent scores, as the chain assumes; 400 runs of mean 60 have a standard error of about 5 %.
-        limit, rng, lengths = 1.2, np.random.default_rng(1), []
-        scores = np.array([NormalDist().inv_cdf((r + 0.5) / (WINDOW + 1)) for r in range(WINDOW + 1)])
-        for _ in range(400):
-            total = count = 0
-            while total <= limit:
-                total, count = max(0.0, total + rng.choice(scores) - ALLOWANCE), count + 1
-            lengths.append(count)
-        assert np.mean(lengths) == pytest.approx(average_run_length(limit), rel=0.15)
+    def test_a_chart_keeps_the_promised_run_length(self):
+        # About 150 alarms: the standard error is 8 %.
+        count = 50_000
+        assert run_length.alarms(limit_for(345), count) == pytest.approx(count / 345, rel=0.25)
 
-    def test_chart_on_a_stream_is_near_it(self):
-        # Neighbouring ranks share their window, so that false alarms come somewhat sooner than computed.
-        limit = limit_for(100)
-        count = 20_000
-        found = len(alarms(noise(count), limit))
-        assert 0.5 * count / 100 < found < 2 * count / 100
+    def test_the_simulation_is_of_the_chart(self):
+        limit, seed, count = 1.5, 3, 3000
+        draw = random.Random(seed).random
+        assert run_length.alarms(limit, count, seed) == len(alarms([draw() for _ in range(count)], limit))
 
 
 class TestChart:

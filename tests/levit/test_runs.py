@@ -430,8 +430,16 @@ class TestRefusals:
     def test_options_below_one(self, field):
         with pytest.raises(ValueError, match=f"{field}: expected at least 1, got 0"):
             RunOptions(**{field: 0})
-        with pytest.raises(ValueError, match="method: expected one of levit, reference, finetune, got 'magic'"):
+        with pytest.raises(ValueError, match="method: expected one of levit, reference, finetune, slda, got 'magic'"):
             RunOptions(method="magic")
+
+    def test_checkpoints_by_the_clock(self, tmp_path, monkeypatch):
+        saved = []
+        monkeypatch.setattr(RunDirectory, "save_checkpoint", lambda run, state: saved.append(state["progress"]))
+        go(tmp_path / "a", limit=60, checkpoint_every=10**9, checkpoint_minutes=1e-9)
+        assert [progress["position"] for progress in saved] == list(range(10, 61, 10))
+        with pytest.raises(ValueError, match="checkpoint_minutes: expected more than 0, got 0"):
+            RunOptions(checkpoint_minutes=0)
 
     def test_a_learner_that_fails_ends_the_run_and_keeps_the_checkpoint(self, tmp_path, monkeypatch):
         path = tmp_path / "b"
