@@ -290,7 +290,7 @@ def test_rows_are_the_latest_of_each_expert_and_compare_with_the_experts_there_w
     table = learner.model.router.examples
     for k in range(3):
         rows = [row for row in seen if row[0] == k]
-        assert table.taken[k] == len(rows) > 3
+        assert table.taken[k] == len(rows) >= 2
         for slot, (_, losses, logits, label) in enumerate(rows):
             torch.testing.assert_close(table.scores[k, slot, : k + 1, 1], -losses)
             assert table.scores[k, slot, k + 1 :, 1].isneginf().all() and table.labels[k, slot] == label
@@ -315,7 +315,7 @@ def test_known_is_what_some_expert_saw_the_like_of(kind):
     for k in range(2):
         scores = torch.full((examples.ROWS, 2, 2), -torch.inf)
         scores[:, k, 1] = -torch.tensor(losses[k])
-        table.add(k, scores, torch.zeros(examples.ROWS, 5), torch.full((examples.ROWS,), -1))
+        table.add(k, scores.double(), torch.zeros(examples.ROWS, 5).double(), torch.full((examples.ROWS,), -1))
     limits = table.known_limits().numpy()
     logs = np.log(losses)
     middle = np.sort(logs, 1)[:, examples.ROWS // 2 - 1 : examples.ROWS // 2 + 1].min(1)
