@@ -46,9 +46,7 @@ def expert_attention_train(
 ) -> list[torch.Tensor]:
     """One expert -> its output, and what `expert_attention_backward` needs: tokens, projections and attention."""
     if not _trains(patches, gates):
-        return composed_attention.expert_attention_train(
-            patches, w_embed, b_embed, w_qkv, b_qkv, gates, negative_slope
-        )
+        return composed_attention.expert_attention_train(patches, w_embed, b_embed, w_qkv, b_qkv, gates, negative_slope)
     args = _one_expert(patches, w_embed, b_embed, w_qkv, b_qkv, gates)
     out, *kept = torch.ops.levit_native.expert_attention_train(*args, negative_slope)
     return [out[None] if gates is None else out, *kept]
