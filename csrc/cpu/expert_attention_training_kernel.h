@@ -15,6 +15,7 @@ template <class T, int kWidth, int kChannels>
 struct TrainingKernel : private WeightsKernel<T, kWidth, kChannels> {
   using V = Lanes<T, kWidth>;
   using Base = WeightsKernel<T, kWidth, kChannels>;
+  using Inference = Kernel<T, kWidth, kChannels>;
   using Base::copy, Base::multiply, Base::to_panels, Base::turn;
 
   // A tile of images, token after token. Whole vectors of one image's tokens may reach into the next image, which is
@@ -90,15 +91,18 @@ struct TrainingKernel : private WeightsKernel<T, kWidth, kChannels> {
     const int64_t lanes = Tile(step, 0, together).stride;
     const double scale = 1 / std::sqrt(static_cast<double>(step.depth));
     const auto [x, z, y, p, sums] =
-        scratch<T, Phase::kForward>({step.pixels * lanes, width * lanes, rows * lanes, tokens * padded, features * padded});
+        scratch<T, Phase::kForward>(
+            {step.pixels * lanes, width * lanes, rows * lanes, tokens * padded, features * padded});
     for (int64_t begin = images.begin; begin < images.end; begin += together) {
       const Tile tile(step, begin, std::min(begin + together, images.end));
       const int64_t stride = tile.stride;
       for (int64_t i = 0; i < tile.count; ++i) {
-        turn(step.patches + (begin + i) * tokens * step.pixels, step.pixels, tokens, step.pixels, x + i * tokens, stride);
+        const T* of_image = step.patches + (begin + i) * tokens * step.pixels;
+        turn(of_image, step.pixels, tokens, step.pixels, x + i * tokens, stride);
       }
-      Kernel<T, kWidth, kChannels>::project({step.w_embed, step.pixels, 1, x, stride, step.pixels}, step.b_embed, width, step.slope, z, nullptr);
-      Kernel<T, kWidth, kChannels>::project({step.w, step.w_stride, 1, z, stride, width}, step.b, rows, T(1), y, nullptr);
+      Inference::project({step.w_embed, step.pixels, 1, x, stride, step.pixels}, step.b_embed, width, step.slope, z,
+                         nullptr);
+      Inference::project({step.w, step.w_stride, 1, z, stride, width}, step.b, rows, T(1), y, nullptr);
       for (int64_t i = 0; i < tile.count; ++i) {
         const int64_t image = begin + i, at = i * tokens;
         for (int64_t h = 0; h < step.heads; ++h) {
@@ -106,7 +110,8 @@ struct TrainingKernel : private WeightsKernel<T, kWidth, kChannels> {
           probabilities(y + step.query(h) * stride + at, keys, stride, tokens, step.query_width(), scale, p, padded);
           copy(p, padded, tokens, tokens, step.kept_probabilities + (image * step.heads + h) * tokens * tokens, tokens);
           T* to = sums + h * step.depth * padded;
-          multiply({y + step.value(h) * stride + at, stride, 1, p, padded, tokens}, step.depth, padded, false, to, padded);
+          const T* values = y + step.value(h) * stride + at;
+          multiply({values, stride, 1, p, padded, tokens}, step.depth, padded, false, to, padded);
           const T gate = step.gate(image, h);
           for (int64_t c = 0; step.gates && c < step.depth * padded; c += kWidth) {
             store(to + c, gate == 0 ? V{} : load<kWidth>(to + c) * gate);  // a gate of zero lets no NaN through
@@ -139,13 +144,13 @@ struct TrainingKernel : private WeightsKernel<T, kWidth, kChannels> {
       for (int64_t i = 0; i < tile.count; ++i) {
         const int64_t image = begin + i, at = i * tokens;
         turn(step.grad + image * tokens * features, features, tokens, features, grad, padded);
-          for (int64_t h = 0; h < step.heads; ++h) {
+        for (int64_t h = 0; h < step.heads; ++h) {
           const T *of_head = grad + h * step.depth * padded, *query = y + step.query(h) * stride + at;
           const T *keys = (step.folded ? z : y + step.key(h) * stride) + at, *values = y + step.value(h) * stride + at;
           T *by_query = by_y + step.query(h) * stride + at, *by_value = by_y + step.value(h) * stride + at;
           T* by_keys = (step.folded ? by_z : by_y + step.key(h) * stride) + at;
           copy(step.kept_probabilities + (image * step.heads + h) * tokens * tokens, tokens, tokens, tokens, p, padded);
-              multiply({values, 1, stride, of_head, padded, step.depth}, tokens, padded, false, by_p, padded);
+          multiply({values, 1, stride, of_head, padded, step.depth}, tokens, padded, false, by_p, padded);
           const T gate = step.gate(image, h);
           step.by_gates[image * step.heads + h] = softmax_backward(p, by_p, tokens, padded, gate, scale);
           if (gate == 0) {  // whatever the expert computes

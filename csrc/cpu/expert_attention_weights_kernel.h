@@ -75,16 +75,17 @@ struct WeightsKernel : protected Tiles<T, kWidth, kChannels> {
   }
 
   // panels [channels / kPanel, all, kPanel] from `row` on = x [channels, tokens], turned
-  static LEVIT_INLINE void to_panels(const T* x, int64_t stride, int64_t channels, int64_t tokens, int64_t row, int64_t all,
-                                     T* panels) {
+  static LEVIT_INLINE void to_panels(const T* x, int64_t stride, int64_t channels, int64_t tokens, int64_t row,
+                                     int64_t all, T* panels) {
     for (int64_t c = 0; c < channels; c += kPanel) {
       turn(x + c * stride, stride, std::min(kPanel, channels - c), tokens, panels + c * all + row * kPanel, kPanel);
     }
   }
 
-  // The gradients of kPanel channels, by_w [channels, inputs] and by_b [channels], from their panel and x [tokens, inputs]
-  static LEVIT_INLINE void weight_gradients(const T* panel, int64_t channels, const T* x, int64_t inputs, int64_t tokens,
-                                            T* by_w, int64_t stride, T* by_b) {
+  // The gradients of at most kPanel channels, by_w [channels, inputs] and by_b [channels], from their panel and
+  // x [tokens, inputs]
+  static LEVIT_INLINE void weight_gradients(const T* panel, int64_t channels, const T* x, int64_t inputs,
+                                            int64_t tokens, T* by_w, int64_t stride, T* by_b) {
     const auto [sums] = scratch<T, Phase::kWeights>({inputs * kPanel});
     V bias[2] = {};
     for (int64_t t = 0; t < tokens; t += kTokensTogether) {
@@ -113,8 +114,8 @@ struct WeightsKernel : protected Tiles<T, kWidth, kChannels> {
         weight_gradients(step.embed_panels + c * all, channels, step.patches, step.pixels, all,
                          step.by_w_embed + c * step.pixels, step.pixels, step.by_b_embed + c);
       } else {
-        weight_gradients(step.panels + c * all, channels, step.token_rows, step.width, all, step.by_w + c * step.w_stride,
-                         step.w_stride, step.by_b + c);
+        weight_gradients(step.panels + c * all, channels, step.token_rows, step.width, all,
+                         step.by_w + c * step.w_stride, step.w_stride, step.by_b + c);
       }
     }
   }
