@@ -10,6 +10,12 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
   m.def(
       "expert_attention(Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_qkv, Tensor b_qkv, Tensor? gates, "
       "float negative_slope) -> Tensor");
+  m.def(
+      "expert_attention_train(Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_qkv, Tensor b_qkv, "
+      "Tensor? gates, float negative_slope) -> Tensor[]");
+  m.def(
+      "expert_attention_train_backward(Tensor grad, Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_qkv, "
+      "Tensor b_qkv, Tensor? gates, float negative_slope, Tensor[] kept, bool needs_patches) -> Tensor[]");
   m.def("elbo_loss(Tensor images, Tensor[] encoder, Tensor[] decoder, float beta, Tensor? noise) -> Tensor");
   m.def("dkf_fuse(Tensor features, Tensor gates, Tensor? index) -> Tensor");
   m.def("dkf_fuse_gate_gradient(Tensor grad, Tensor features, Tensor? index, int heads) -> Tensor");
@@ -22,6 +28,8 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
 STABLE_TORCH_LIBRARY_IMPL(levit_native, CPU, m) {
   m.impl("latent_distance", TORCH_BOX(&levit::latent_distance));
   m.impl("expert_attention", TORCH_BOX(&levit::expert_attention));
+  m.impl("expert_attention_train", TORCH_BOX(&levit::expert_attention_train));
+  m.impl("expert_attention_train_backward", TORCH_BOX(&levit::expert_attention_train_backward));
   m.impl("elbo_loss", TORCH_BOX(&levit::elbo_loss));
   m.impl("dkf_fuse", TORCH_BOX(&levit::dkf_fuse));
   m.impl("dkf_fuse_gate_gradient", TORCH_BOX(&levit::dkf_fuse_gate_gradient));

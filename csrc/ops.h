@@ -20,6 +20,20 @@ Tensor latent_distance(const Tensor& codes, const Tensor& query);
 Tensor expert_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_qkv,
                         const Tensor& b_qkv, const std::optional<Tensor>& gates, double negative_slope);
 
+// The same for one expert in training, all dense: w_embed [Q, P], b_embed [Q], w_qkv [3, H, d, Q], b_qkv [3, H, d], gates
+// none or [B or 1, H or 1] -> out [B, N, H*d], and what the backward pass needs in a layout of its own, of the sizes
+// [B, N, Q], [B, N, 3, H, d], [H, B, N, N].
+std::vector<Tensor> expert_attention_train(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed,
+                                           const Tensor& w_qkv, const Tensor& b_qkv, const std::optional<Tensor>& gates,
+                                           double negative_slope);
+
+// grad [B, N, H*d] and what was kept -> gradients of patches (empty unless asked for), of w_embed, b_embed, w_qkv and
+// b_qkv, and of the gate of every image and head [B, H]
+std::vector<Tensor> expert_attention_train_backward(const Tensor& grad, const Tensor& patches, const Tensor& w_embed,
+                                                    const Tensor& b_embed, const Tensor& w_qkv, const Tensor& b_qkv,
+                                                    const std::optional<Tensor>& gates, double negative_slope,
+                                                    const std::vector<Tensor>& kept, bool needs_patches);
+
 // images [B, F], encoder w1 b1 w2 b2 w_mu b_mu w_log_sigma b_log_sigma, decoder w1 b1 w2 b2 w3 b3, every w dense
 // [K, out, in], every b [K, out], noise [S, L] or none, all float32 or all float64 -> VAE losses [B, K]. For few images.
 Tensor elbo_loss(const Tensor& images, const std::vector<Tensor>& encoder, const std::vector<Tensor>& decoder,

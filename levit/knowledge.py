@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from levit.expert import Expert
+from levit.folding import fold_batch_norm
 
 
 class AttentionWeights(NamedTuple):
@@ -41,6 +42,20 @@ class VAEWeights(NamedTuple):
 def attention_weights(expert: Expert, num_heads: int) -> AttentionWeights:
     """One expert's attention weights, K = 1, running batch-norm statistics folded in; differentiable."""
     return _attention_view([row[None] for row in _attention_rows(expert)], num_heads)
+
+
+def training_weights(expert: Expert, patches: Tensor, num_heads: int) -> AttentionWeights:
+    """As `attention_weights`, with the batch statistics of patches [B, N, P²C]; the running ones move.
+
+    The values' bias, which shifts the features of all images alike, gets no gradient where the head takes its batch
+    mean out again: the exact one is zero, and Adam would scale the rounding errors in its place up to full steps.
+    """
+    folded = fold_batch_norm(expert.embed, expert.norm, patches.flatten(0, 1))
+    bias = expert.qkv.bias
+    if len(expert.head.norms):
+        scores, values = bias.tensor_split([2 * len(bias) // 3])
+        bias = torch.cat([scores, values.detach()])
+    return _attention_view([row[None] for row in (*folded, expert.qkv.weight, bias)], num_heads)
 
 
 def vae_weights(expert: Expert) -> VAEWeights:
@@ -144,9 +159,7 @@ def _attention_sources(expert: Expert) -> list[nn.Module]:
 
 def _vae_rows(expert: Expert) -> list[Tensor]:
     """Weight [out, in] and bias [out] of every layer, encoder first."""
-    vae = expert.vae
-    layers = [*vae.encoder, vae.mu, vae.log_sigma, *vae.decoder]
-    return [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+    return [parameter for layer in expert.vae.layers() for parameter in (layer.weight, layer.bias)]
 
 
 def _vae_sources(expert: Expert) -> list[nn.Module]:

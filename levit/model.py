@@ -15,12 +15,13 @@ from levit import reference
 from levit.cache import CachedRows, KnowledgeCache, MemoryCache
 from levit.config import LEViTConfig
 from levit.expert import Expert
-from levit.knowledge import KnowledgeBase, attention_weights, vae_weights
+from levit.knowledge import KnowledgeBase, attention_weights, training_weights, vae_weights
 from levit.memory import Memory
 from levit.reference import classification_loss, features, patches
 from levit.routing import Prediction
 from levit.vae import LOG_SIGMA_RANGE
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
+from levit_kernels.vae_training import vae_training_loss
 
 CHUNK = 256
 """Images evaluated at a time, so that temporaries do not grow with the batch."""
@@ -125,8 +126,7 @@ class LEViT(reference.LEViT):
     ) -> Tensor:
         """As the reference's; `cache` holds stored features of the frozen experts for these images."""
         images = self.check_training_batch(images, labels)
-        own = features(self.active, images, self.cfg, batch_statistics=True)
-        logits = self.active.head(self._fuse_training(images, own, cache), batch_statistics=True)
+        logits = self.active.head(self._fuse_training(images, cache), batch_statistics=True)
         return classification_loss(logits, labels) + self._vae_training_loss(images, generator)
 
     def frozen_features(self, images: Tensor) -> Tensor:
@@ -163,6 +163,13 @@ class LEViT(reference.LEViT):
         """What a fused model has beyond its parameters: nothing that would have to be saved."""
         self.knowledge = KnowledgeBase(self.cfg.num_heads)
         self._told = False
+
+    def _vae_training_loss(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
+        if self.cfg.vae != "mlp":
+            return super()._vae_training_loss(images, generator)
+        noise = reference._normal((len(images), self.cfg.latent_dim), images, generator)
+        weights = [parameter for layer in self.active.vae.layers() for parameter in (layer.weight, layer.bias)]
+        return vae_training_loss(images.flatten(1), weights[:8], weights[8:], self.cfg.beta, noise)
 
     def _fuse_routed(self, parts: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
         """Equation 8 for images routed to the experts in `chosen`; experts beyond an image's own are not evaluated."""
@@ -201,18 +208,27 @@ class LEViT(reference.LEViT):
             logits[rows] = self.experts[k].head(fused[rows])
         return logits
 
-    def _fuse_training(self, images: Tensor, own: Tensor, cache: CachedRows | None) -> Tensor:
-        """Equation 8 in training: gated features of the frozen experts, stored or recomputed, and the active one's."""
+    def _fuse_training(self, images: Tensor, cache: CachedRows | None) -> Tensor:
+        """Equation 8 in training: the active expert's features and, stored or recomputed, the gated frozen ones'."""
         if self.cfg.gating == "none":
-            return own
-        gates = self.gates(self.num_experts - 1)
+            return self._training_features(images, None)
+        gates, own_gate = self.gates(self.num_experts - 1), None
         if self.cfg.fusion == "sum":
-            gates, own_gate = gates[:-1], gates[-1]
-            own = (own.unflatten(-1, (own_gate.numel(), -1)) * own_gate.view(-1, 1)).flatten(-2)
+            gates, own_gate = gates[:-1], gates[-1:]
+        own = self._training_features(images, own_gate)
         if self.num_experts == 1:
-            transferred = torch.zeros_like(own)
-        elif cache is not None:
+            return own if self.cfg.fusion == "sum" else torch.cat([own, torch.zeros_like(own)], dim=-1)
+        if cache is not None:
             transferred = dkf_fuse(cache.features, gates, cache.index)
         else:
             transferred = dkf_fuse(self.frozen_features(images), gates)
         return own + transferred if self.cfg.fusion == "sum" else torch.cat([own, transferred], dim=-1)
+
+    def _training_features(self, images: Tensor, gate: Tensor | None) -> Tensor:
+        """The active expert's features under batch statistics, times its gate [1] or [1, H]: → [B, N, E]."""
+        if self._attention_packs:
+            parts = patches(images, self.cfg.patch_size)
+            own = expert_attention(parts, *training_weights(self.active, parts, self.cfg.num_heads), gate)
+            return own[0] if gate is None else own
+        own = features(self.active, images, self.cfg, batch_statistics=True)
+        return own if gate is None else (own.unflatten(-1, (gate.numel(), -1)) * gate.view(-1, 1)).flatten(-2)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from . import gates as gating
 from ._check import Shapes, at_least_float32
 from ._register import below_autograd, cast_floats, define, once_differentiable, place
-from .backends.registry import forced_here, inherited, run
+from .backends.registry import choose, forced_here, inherited, run
 
 _TENSORS = (
     "Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_qkv, Tensor b_qkv, Tensor? gates, float negative_slope"
@@ -147,23 +147,36 @@ def _train_fake(*args: Any) -> list[torch.Tensor]:
 def _backward_kernel(*args: Any) -> list[torch.Tensor]:
     if not args[1].shape[0]:
         return [x.zero_() for x in _backward_fake(*args)]
-    return run("expert_attention_backward", *args)
+    tensors = (x for x, need in zip(_tensors(args[1:]), args[-1], strict=True) if need)
+    return [_laid_out_like(x, grad) for x, grad in zip(tensors, run("expert_attention_backward", *args), strict=True)]
+
+
+def _laid_out_like(tensor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """`grad` with the strides of the weight whose gradient it is, so that an optimizer need not turn it around."""
+    like = torch.empty_like(tensor)
+    return grad if grad.stride() == like.stride() else like.copy_(grad)
+
+
+def _tensors(args: tuple) -> list[torch.Tensor | None]:
+    return [x for x in args[:-2] if isinstance(x, torch.Tensor) or x is None]
 
 
 def _backward_fake(grad: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    *inputs, _saved, needs = args
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor) or x is None]
-    return [x.new_empty(x.shape) for x, need in zip(tensors, needs, strict=True) if need]
+    return [torch.empty_like(x) for x, need in zip(_tensors(args), args[-1], strict=True) if need]
 
 
 class _ExpertAttention(torch.autograd.Function):
-    """One expert (the active one) keeps tokens, q, k, v and attention; of several, each is recomputed in its turn."""
+    """One expert (the active one) keeps tokens, q, k, v and attention; of several, each is recomputed in its turn.
+
+    How what is kept is laid out only the backend knows that kept it, and its backward pass is the one that runs.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         ctx.backend, ctx.negative_slope = forced_here(), args[6]
         with below_autograd():
             if args[1].shape[0] == 1:
+                ctx.backend = choose("expert_attention_train", args).name
                 out, *saved = _train(*args)
             else:
                 out, saved = _forward(*args), ()

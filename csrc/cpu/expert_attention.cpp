@@ -3,9 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -14,6 +12,7 @@
 
 #include "../errors.h"
 #include "expert_attention_kernel.h"
+#include "vector_width.h"
 
 namespace levit {
 namespace {
@@ -35,23 +34,14 @@ LEVIT_RUN(run_avx512, __attribute__((target("avx512f"))), double, 64, 12)
 #endif
 #undef LEVIT_RUN
 
-// The widest kernel that this CPU runs and ATEN_CPU_CAPABILITY, torch's own limit, allows; its vectors' width in bytes.
 template <class T>
 struct Chosen {
   void (*run)(const Call<T>&, Range, Range, T*) = run_plain;
-  int64_t bytes = 16;
+  const int64_t bytes = vector_bytes();
   Chosen() {
 #if defined(__x86_64__)
-    const char* limit = std::getenv("ATEN_CPU_CAPABILITY");
-    const std::string_view most = limit ? limit : "";
-    if (most == "default") return;
-    if (most != "avx2" && __builtin_cpu_supports("avx512f")) {
-      run = run_avx512;
-      bytes = 64;
-    } else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-      run = run_avx2;
-      bytes = 32;
-    }
+    if (bytes == 64) run = run_avx512;
+    if (bytes == 32) run = run_avx2;
 #endif
   }
 };

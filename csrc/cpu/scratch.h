@@ -1,6 +1,8 @@
 // Working memory of the kernels.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <new>
@@ -29,5 +31,19 @@ class Scratch {
   std::unique_ptr<void, Delete> memory_;
   int64_t size_ = 0;
 };
+
+// Parts of a thread's own memory, each aligned; they last until the thread asks for the same owner's again.
+template <class T, auto kOwner, size_t kParts>
+std::array<T*, kParts> scratch(const int64_t (&sizes)[kParts]) {
+  constexpr int64_t kUnit = kAlignment / sizeof(T);
+  const auto aligned = [](int64_t size) { return (size + kUnit - 1) / kUnit * kUnit; };
+  static thread_local Scratch memory;
+  int64_t total = 0;
+  for (const int64_t size : sizes) total += aligned(size);
+  T* next = static_cast<T*>(memory.get(total * sizeof(T)));
+  std::array<T*, kParts> parts;
+  for (size_t i = 0; i < kParts; next += aligned(sizes[i++])) parts[i] = next;
+  return parts;
+}
 
 }  // namespace levit

@@ -12,8 +12,8 @@ from .. import native
 from .._check import at_least_float32
 from ..composed import dkf_fuse as composed_dkf_fuse
 from ..composed import elbo_loss as composed_elbo_loss
-from ..composed.expert_attention import expert_attention_train
-from ..composed.expert_attention_backward import expert_attention_backward
+from ..composed import expert_attention as composed_attention
+from ..composed.expert_attention_backward import expert_attention_backward as composed_attention_backward
 from ..composed.latent_distance import latent_distance_backward
 from .registry import Backend, device_of
 
@@ -33,6 +33,68 @@ def expert_attention(
         sums = torch.promote_types(patches.dtype, gates.dtype)  # float64 gates of float32 patches: all in float64
         tensors, gates = tuple(x.to(sums) for x in tensors), gating.expand(gates).to(sums)
     return torch.ops.levit_native.expert_attention(*tensors, gates, negative_slope)
+
+
+def expert_attention_train(
+    patches: torch.Tensor,
+    w_embed: torch.Tensor,
+    b_embed: torch.Tensor,
+    w_qkv: torch.Tensor,
+    b_qkv: torch.Tensor,
+    gates: torch.Tensor | None,
+    negative_slope: float,
+) -> list[torch.Tensor]:
+    """One expert -> its output, and what `expert_attention_backward` needs: tokens, projections and attention."""
+    if not _trains(patches, gates):
+        return composed_attention.expert_attention_train(patches, w_embed, b_embed, w_qkv, b_qkv, gates, negative_slope)
+    args = _one_expert(patches, w_embed, b_embed, w_qkv, b_qkv, gates)
+    out, *kept = torch.ops.levit_native.expert_attention_train(*args, negative_slope)
+    return [out[None] if gates is None else out, *kept]
+
+
+def expert_attention_backward(
+    grad: torch.Tensor,
+    patches: torch.Tensor,
+    w_embed: torch.Tensor,
+    b_embed: torch.Tensor,
+    w_qkv: torch.Tensor,
+    b_qkv: torch.Tensor,
+    gates: torch.Tensor | None,
+    negative_slope: float,
+    saved: list[torch.Tensor],
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    """Gradients of the tensor arguments that `needs` names, in their order; natively where one expert kept `saved`."""
+    if not saved or not _trains(patches, gates):
+        args = (grad, patches, w_embed, b_embed, w_qkv, b_qkv, gates, negative_slope, saved, needs)
+        return composed_attention_backward(*args)
+    args = _one_expert(patches, w_embed, b_embed, w_qkv, b_qkv, gates)
+    dense = (grad if gates is not None else grad[0]).to(patches.dtype).contiguous()
+    by_patches, by_w_embed, by_b_embed, by_w_qkv, by_b_qkv, by_gates = (
+        torch.ops.levit_native.expert_attention_train_backward(dense, *args, negative_slope, saved, needs[0])
+    )
+    grads = [by_patches, by_w_embed.t()[None], by_b_embed[None], by_w_qkv.permute(3, 0, 1, 2)[None], by_b_qkv[None]]
+    grads.append(gating.reduce_like(by_gates[:, None], gates) if needs[5] else by_gates)
+    return [x for x, need in zip(grads, needs, strict=True) if need]
+
+
+def _trains(patches: torch.Tensor, gates: torch.Tensor | None) -> bool:
+    """Whether the kernel for one expert in training takes this; its sums run in the patches' dtype."""
+    return gates is None or torch.promote_types(patches.dtype, gates.dtype) == patches.dtype
+
+
+def _one_expert(
+    patches: torch.Tensor,
+    w_embed: torch.Tensor,
+    b_embed: torch.Tensor,
+    w_qkv: torch.Tensor,
+    b_qkv: torch.Tensor,
+    gates: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The arguments of one expert, dense, weights in nn.Linear's layout."""
+    tensors = (patches, w_embed[0].t(), b_embed[0], w_qkv[0].permute(1, 2, 3, 0), b_qkv[0])
+    gates = None if gates is None else gating.expand(gates)[:, 0].to(patches.dtype).contiguous()
+    return (*(x.contiguous() for x in tensors), gates)
 
 
 def latent_distance(codes: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,22 @@
+// Which vectors a kernel compiled for several widths may use here.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <string_view>
+
+namespace levit {
+
+// Bytes of the widest vectors that this CPU has and ATEN_CPU_CAPABILITY, torch's own limit, allows: 64, 32 or 16.
+inline int64_t vector_bytes() {
+#if defined(__x86_64__)
+  const char* limit = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string_view most = limit ? limit : "";
+  if (most == "default") return 16;
+  if (most != "avx2" && __builtin_cpu_supports("avx512f")) return 64;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 32;
+#endif
+  return 16;
+}
+
+}  // namespace levit
