@@ -19,8 +19,8 @@ from torch import Tensor
 from levit.detector import WARM_UP, WINDOW, Chart, normal_score
 
 EXPLAINS = 1.5
-"""Mean score up to which an expert explains suspect batches. Its own data exceed it once in some 400 times with four
-batches and two charts; data it never saw rank above the whole window, where the score is 2.4."""
+"""Mean score up to which an expert explains suspect batches. Its own data exceed it less than once in 400 times with
+five batches and two charts; data it never saw rank above the whole window, where the score is 2.4."""
 
 if TYPE_CHECKING:
     from levit.config import LEViTConfig

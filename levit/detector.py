@@ -23,7 +23,7 @@ and its running batch-norm statistics still follow."""
 ALLOWANCE = 1.0
 """k of the CUSUM: half the shift, in standard deviations, that is found soonest."""
 
-RUN_LENGTHS = ((2.0, 345), (3.0, 2_240), (4.0, 9_970), (5.0, 49_700), (6.0, 245_000))
+RUN_LENGTHS = ((2.0, 345), (3.0, 2_240), (4.0, 9_970), (5.0, 49_700), (6.0, 192_000))
 """Limit and batches between false alarms, as `python -m bench.run_length` simulates them."""
 
 
