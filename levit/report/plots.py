@@ -71,8 +71,10 @@ def accuracy_plot(
     top.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=3, frameon=False)
 
     if checks:
-        panels[1].plot(*_columns(checks, "min_distance"), ".", markersize=4, color=BLUE, label="smallest distance")
-        panels[1].plot(*_columns(checks, "threshold"), color=ORANGE, label="threshold")
+        charts = config["config"]["criterion"] == "calibrated"
+        what = "larger sum of both charts" if charts else "smallest distance"
+        panels[1].plot(*_columns(checks, "min_distance"), ".", markersize=4, color=BLUE, label=what)
+        panels[1].plot(*_columns(checks, "threshold"), color=ORANGE, label="limit" if charts else "threshold")
         panels[1].set(ylabel="expansion rule")
         panels[1].legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     for panel in panels:
