@@ -430,7 +430,7 @@ class TestRefusals:
     def test_options_below_one(self, field):
         with pytest.raises(ValueError, match=f"{field}: expected at least 1, got 0"):
             RunOptions(**{field: 0})
-        with pytest.raises(ValueError, match="method: expected one of levit, reference, finetune, got 'magic'"):
+        with pytest.raises(ValueError, match="method: expected one of levit, reference, finetune, slda, got 'magic'"):
             RunOptions(method="magic")
 
     def test_a_learner_that_fails_ends_the_run_and_keeps_the_checkpoint(self, tmp_path, monkeypatch):
