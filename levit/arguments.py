@@ -79,7 +79,7 @@ class EvalArguments:
 class PredictArguments:
     """Print a line per image: file, label, expert chosen, confidence, and whether any expert knows such images.
 
-    The confidence is calibrated, and `known` told, where the run was trained with --calibration.
+    A run trained with --no-calibration gives the plain softmax value, and calls every image known.
     """
 
     directory: Annotated[Path, tyro.conf.Positional]

@@ -208,7 +208,9 @@ class LEViT(nn.Module):
         losses = self.elbo_loss(images)
         scores, plan = self.router.scores(images, lambda _: losses), self.router.plan()
         routes = scores.argmax(1)
-        confidence, label = (plan.sharpness * self.apply_experts(images, routes)).softmax(1).max(1)
+        logits = self.apply_experts(images, routes)
+        label = logits.argmax(1)  # of the logits: where they were of no use so far, the sharpness is 0
+        confidence = (plan.sharpness * logits).softmax(1).gather(1, label[:, None])[:, 0]
         if plan.fitted:
             confidence = confidence * scores.softmax(1).amax(1)
         return Prediction(label, routes, confidence, (losses.log() <= plan.known_limits).any(1))

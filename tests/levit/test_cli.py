@@ -80,7 +80,7 @@ class TestHelp:
             "threads",
             "variant",
         ):
-            flag = name.replace("_", "-")
+            flag = name.replace("_", "-")  # a switch that is on can only be turned off
             assert f"--{flag} " in text or f"--no-{flag} " in text, name
         assert "Adam steps per batch" in text and "(default: 9.4)" in text and "examples:" in text
 

@@ -328,6 +328,16 @@ def test_known_is_what_some_expert_saw_the_like_of(kind):
         assert model.predict(random_images(model.cfg, 3)).known.tolist() == [True, False, True]
 
 
+def test_logits_that_were_wrong_so_far_still_give_the_label(kind):
+    """The sharpness is 0 then, and the confidence that of a guess."""
+    model = learned(kind, routing="vae").model
+    query = random_images(model.cfg, 10, seed=4)
+    with patch.object(type(model.router.examples), "sharpness", lambda _: 0.0):
+        model.router._plan = None
+        prediction = model.predict(query)
+    assert torch.equal(prediction.label, model(query).argmax(1)) and (prediction.confidence <= 0.2).all()
+
+
 def test_sharpness_and_slopes_are_fitted_on_held_out_rows():
     random = np.random.RandomState(1)
     table = Router(config(routing="fused"), experts=2).double().examples
