@@ -55,6 +55,11 @@ class DyToxLearner:
         epochs = self.cfg.epochs if self.phase == "train" else self.cfg.finetune_epochs
         return epochs * self._steps_per_epoch
 
+    @property
+    def share_done(self) -> float:
+        """Of the task's training, by its updates, 0 to 1; the fine-tuning comes after that."""
+        return self.done / self.total if self.phase == "train" else 1.0
+
     def begin_task(self, images: Tensor, labels: Tensor, num_classes: int) -> None:
         """Take on a task.
 
@@ -140,12 +145,9 @@ class DyToxLearner:
             raise ValueError(f"num_classes: expected a whole number of at least 1, got {num_classes!r}")
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
             raise TypeError(f"labels: expected torch.int64, got {getattr(labels, 'dtype', type(labels).__name__)}")
-        if isinstance(images, Tensor) and images.dtype == torch.uint8:
-            model.check_images(images[:0].to(model.mean.dtype))
-        else:
-            model.check_images(images)
-            if len(images) and not (images.min() >= 0 and images.max() <= 1):
-                raise ValueError(f"images: expected [0, 1], got {images.min():g} to {images.max():g}")
+        model.check_images(images[:0].to(model.mean.device) if isinstance(images, Tensor) else images)
+        if images.is_floating_point() and len(images) and not (images.min() >= 0 and images.max() <= 1):
+            raise ValueError(f"images: expected [0, 1], got {images.min():g} to {images.max():g}")
         if labels.shape != images.shape[:1] or not len(images):
             raise ValueError(
                 f"labels: expected [{len(images)}], one per image and at least one, got {list(labels.shape)}"
@@ -205,7 +207,9 @@ class DyToxLearner:
     @torch.no_grad()
     def _embeddings(self, images: Tensor) -> Tensor:
         """What all tokens say of images [n, C, S, S]: [n, T·D]."""
-        parts = [self.model.embeddings(self._float(part)).flatten(1) for part in images.split(EMBEDDING_BATCH)]
+        parts = [
+            self.model.embeddings(part.to(self.model.mean.device)).flatten(1) for part in images.split(EMBEDDING_BATCH)
+        ]
         return torch.cat(parts) if parts else images.new_zeros(0, 1, dtype=self.model.mean.dtype)
 
     def _batch(self) -> tuple[Tensor, Tensor]:
@@ -214,7 +218,8 @@ class DyToxLearner:
         generator = torch.Generator().manual_seed(self._seed(self.phase, epoch))
         order = torch.randperm(len(self.images), generator=generator)
         rows = order[index * self.cfg.batch_size : (index + 1) * self.cfg.batch_size]
-        images, labels = self._float(self.images[rows]), self.labels[rows].to(self.model.mean.device)
+        device = self.model.mean.device
+        images, labels = self.model.check_images(self.images[rows].to(device)), self.labels[rows].to(device)
         classes = sum(self.model.classes_per_task)
         if self.cfg.augment:
             generator.manual_seed(self._seed(self.phase, epoch, index))
@@ -232,10 +237,6 @@ class DyToxLearner:
                 old = self.teacher(images)
         logits, divergence = self.model.training_outputs(images)
         return dytox_loss(logits, targets, old, divergence, self.cfg.divergence, self.cfg.temperature)
-
-    def _float(self, images: Tensor) -> Tensor:
-        images = images.to(self.model.mean.device)
-        return images.to(self.model.mean.dtype) / 255 if images.dtype == torch.uint8 else images
 
     def _seed(self, phase: str, *numbers: int) -> int:
         kind = {"train": 1, "finetune": 2, "memory": 3}[phase]

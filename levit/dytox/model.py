@@ -98,7 +98,7 @@ class DyTox(nn.Module):
             self.head_div = _new_classifier(dim, num_classes + 1, generator).to(like)
 
     def forward(self, images: Tensor) -> Tensor:
-        """images [B, C, S, S] in [0, 1] → logits [B, classes of all tasks]; their sigmoids are the outputs."""
+        """images [B, C, S, S], uint8 or in [0, 1] → logits [B, classes]; their sigmoids are the outputs."""
         return self._classify(self.embeddings(images))
 
     def probabilities(self, images: Tensor) -> Tensor:
@@ -125,8 +125,7 @@ class DyTox(nn.Module):
 
     def encode(self, images: Tensor) -> Tensor:
         """images [B, C, S, S] → patches [B, N, D]."""
-        self.check_images(images)
-        images = (images - self.mean) / self.std
+        images = (self.check_images(images) - self.mean) / self.std
         if self.cfg.backbone is not None:
             return self.backbone.forward_features(images)[:, self.backbone.num_prefix_tokens :]
         x = self.patch_embed(images) + self.pos_embed
@@ -141,13 +140,20 @@ class DyTox(nn.Module):
         known = {id(parameter) for parameter in own}
         return [parameter for parameter in self.parameters() if id(parameter) not in known]
 
-    def check_images(self, images: Tensor) -> None:
-        """`ValueError` or `TypeError` unless these are images for this model."""
-        c, s, dtype = self.cfg.channels, self.cfg.image_size, self.tabs[0].norm1.weight.dtype
-        if not isinstance(images, Tensor) or images.dtype != dtype:
-            raise TypeError(f"images: expected {dtype}, got {getattr(images, 'dtype', type(images).__name__)}")
-        if images.shape[1:] != (c, s, s):
+    def check_images(self, images: Tensor) -> Tensor:
+        """The images in the model's dtype ([0, 255] uint8 becomes [0, 1]), or `TypeError`/`ValueError`."""
+        c, s, like = self.cfg.channels, self.cfg.image_size, self.mean
+        if not isinstance(images, Tensor):
+            raise TypeError(f"images: expected a tensor, got {type(images).__name__}")
+        if images.dim() != 4 or images.shape[1:] != (c, s, s):
             raise ValueError(f"images: expected [B, {c}, {s}, {s}], got {list(images.shape)}")
+        if images.device != like.device:
+            raise ValueError(f"images: expected on {like.device}, as the model, got {images.device}")
+        if images.dtype == torch.uint8:
+            return images.to(like.dtype) / 255
+        if images.dtype != like.dtype:
+            raise TypeError(f"images: expected {like.dtype} or torch.uint8, got {images.dtype}")
+        return images
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's, but the model takes on the saved tasks, more or fewer. `strict` is always on.

@@ -28,7 +28,7 @@ def write_plots(run: RunDirectory) -> list[Path]:
         "accuracy.png": accuracy_plot(config, run.read_metrics(), results["accuracy_matrix"]),
         "matrix.png": matrix_plot(results["accuracy_matrix"]),
     }
-    if config["options"]["method"] != "finetune":  # it has one expert, and never trains its VAE
+    if config["options"]["method"] not in ("finetune", "dytox"):  # without a VAE, or without a trained one
         figures["samples.png"] = samples_plot(model)
         if model.cfg.gating == "learned" and model.num_experts > 1:
             figures["gates.png"] = gates_plot(model)
