@@ -210,7 +210,7 @@ class DyToxLearner:
         parts = [
             self.model.embeddings(part.to(self.model.mean.device)).flatten(1) for part in images.split(EMBEDDING_BATCH)
         ]
-        return torch.cat(parts) if parts else images.new_zeros(0, 1, dtype=self.model.mean.dtype)
+        return torch.cat(parts)
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """Images and targets of the coming step: a function of seed, task, phase and step."""

@@ -16,7 +16,7 @@ def herding(embeddings: Tensor, count: int) -> Tensor:
     nearest to that of all; so a shorter memory keeps the first ones.
     """
     unit = torch.nn.functional.normalize(embeddings, dim=1)
-    mean, total, chosen = unit.mean(0), torch.zeros_like(unit[0]), []
+    mean, total, chosen = unit.mean(0), torch.zeros_like(unit.sum(0)), []
     left = torch.ones(len(unit), dtype=torch.bool, device=unit.device)
     for k in range(1, min(count, len(unit)) + 1):
         distance = torch.linalg.vector_norm(mean - (total + unit) / k, dim=1)
