@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from levit.arguments import EvalArguments, PredictArguments, ReportArguments, parse, parse_estimate
-from levit.config import PRESETS, LEViTConfig
+from levit.config import PRESETS
 from levit.families import ALL_PRESETS, family_of
 from levit.report.progress import RichDisplay
 from levit.report.tables import matrix_table, result_table
@@ -228,7 +228,8 @@ def _preset(command: str, arguments: list[str], presets: dict[str, dict[str, Any
     if preset.startswith("-"):
         raise ValueError(f"name a preset first: levit {command} PRESET [OPTIONS]; presets are {', '.join(presets)}")
     if preset not in presets:
-        LEViTConfig.preset(preset)  # says what there is, before anything else
+        known = ", ".join(presets)
+        raise ValueError(f"preset: expected one of {known}; got {preset!r}.{_nearest(preset, presets)}")
     return preset, rest
 
 

@@ -36,6 +36,8 @@ class Family:
     """(configuration, method) → a fresh model."""
     training: Callable[..., Any]
     """See `levit.train.build_levit_training`."""
+    protocol: str
+    """What its learners are shown and told, in a few words."""
 
 
 def _task_stream(cfg: dytox.DyToxConfig, options: Any, data_dir: str | None, download: bool) -> Stream:
@@ -50,8 +52,18 @@ LEVIT = Family(
     Stream.from_config,
     lambda cfg, method: METHODS[method].model(cfg),
     build_levit_training,
+    "one pass, no task labels",
 )
-DYTOX = Family(dytox.DyToxConfig, DYTOX_PRESETS, parse_dytox, _task_stream, task_stream, build_model, build_training)
+DYTOX = Family(
+    dytox.DyToxConfig,
+    DYTOX_PRESETS,
+    parse_dytox,
+    _task_stream,
+    task_stream,
+    build_model,
+    build_training,
+    "many passes over each task, whose end is told; no task labels in predictions",
+)
 
 ALL_PRESETS = PRESETS | DYTOX_PRESETS
 

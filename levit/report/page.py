@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from levit.families import family_of
 from levit.report.tables import COLUMNS, HEADINGS, result_rows
 from levit.runs import RunDirectory, write_atomically
 
@@ -56,7 +57,7 @@ def write_page(run: RunDirectory, plots: Sequence[Path]) -> Path:
         _heading("Configuration"),
         _rows(config["config"] | config["options"]),
     ]
-    return _write(run / "report.html", title, parts)
+    return _write(run / "report.html", title, [config], parts)
 
 
 def write_comparison(runs: Sequence[RunDirectory], path: Path, plot: bytes | None) -> Path:
@@ -73,7 +74,7 @@ def write_comparison(runs: Sequence[RunDirectory], path: Path, plot: bytes | Non
         _heading("Runs"),
         _rows(listed),
     ]
-    return _write(path, "Runs side by side", parts)
+    return _write(path, "Runs side by side", [config for config, _ in contents], parts)
 
 
 def run_title(config: Mapping[str, Any]) -> str:
@@ -81,12 +82,13 @@ def run_title(config: Mapping[str, Any]) -> str:
     return f"{config['preset']} {config['options']['method']} seed {config['config']['seed']}"
 
 
-def _write(path: Path, title: str, parts: Sequence[str]) -> Path:
+def _write(path: Path, title: str, configs: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> Path:
+    protocols = " | ".join(dict.fromkeys(family_of(config["preset"]).protocol for config in configs))
     text = "\n".join(
         [
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
             f"<h1>{escape(title)}</h1>",
-            "<p>One pass over the stream, no task labels; accuracy per sample over all classes.</p>",
+            f"<p>{escape(protocols[0].upper() + protocols[1:])}; accuracy per sample over all classes.</p>",
             *parts,
             "</html>\n",
         ]

@@ -79,7 +79,10 @@ def accuracy_plot(
         panel.grid(alpha=0.3)
         for change in ends[:-1]:
             panel.axvline(change, color=GREY, linewidth=0.8, linestyle=":")
-    panels[-1].set(xlabel="images of the stream (dotted: changes, which the learner is not told)", xlim=(0, ends[-1]))
+    changes = (
+        "tasks" if config["stream"]["scenario"] == "class-incremental" else "changes, which the learner is not told"
+    )
+    panels[-1].set(xlabel=f"images of the stream (dotted: {changes})", xlim=(0, ends[-1]))
     return figure
 
 

@@ -44,7 +44,8 @@ def result_rows(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> 
 
 def result_table(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Table:
     """`result_rows` for a terminal."""
-    table = Table(title="Per-sample accuracy over all classes, one pass, no task labels", title_justify="left")
+    protocols = dict.fromkeys(family_of(config["preset"]).protocol for config, _ in runs)
+    table = Table(title=f"Per-sample accuracy over all classes, {' | '.join(protocols)}", title_justify="left")
     table.add_column(HEADINGS[0], overflow="fold")
     for heading in HEADINGS[1:]:
         table.add_column(heading, justify="right")
