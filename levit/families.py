@@ -38,6 +38,8 @@ class Family:
     """See `levit.train.build_levit_training`."""
     protocol: str
     """What its learners are shown and told, in a few words."""
+    borders: str
+    """What the ends of a stream's experiences are to its learners."""
 
 
 def _task_stream(cfg: dytox.DyToxConfig, options: Any, data_dir: str | None, download: bool) -> Stream:
@@ -53,6 +55,7 @@ LEVIT = Family(
     lambda cfg, method: METHODS[method].model(cfg),
     build_levit_training,
     "one pass, no task labels",
+    "changes, which the learner is not told",
 )
 DYTOX = Family(
     dytox.DyToxConfig,
@@ -63,6 +66,7 @@ DYTOX = Family(
     build_model,
     build_training,
     "many passes over each task, whose end is told; no task labels in predictions",
+    "ends of tasks",
 )
 
 ALL_PRESETS = PRESETS | DYTOX_PRESETS

@@ -13,6 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from levit.families import family_of
 from levit.inference import load_model
 from levit.report.tables import run_label
 from levit.runs import RunDirectory, write_atomically
@@ -79,10 +80,8 @@ def accuracy_plot(
         panel.grid(alpha=0.3)
         for change in ends[:-1]:
             panel.axvline(change, color=GREY, linewidth=0.8, linestyle=":")
-    changes = (
-        "tasks" if config["stream"]["scenario"] == "class-incremental" else "changes, which the learner is not told"
-    )
-    panels[-1].set(xlabel=f"images of the stream (dotted: {changes})", xlim=(0, ends[-1]))
+    borders = family_of(config["preset"]).borders
+    panels[-1].set(xlabel=f"images of the stream (dotted: {borders})", xlim=(0, ends[-1]))
     return figure
 
 
