@@ -193,6 +193,12 @@ def _task_temporaries(measured: Measurements, threads: int | None) -> Figure:
     return Figure(op / projection, f"{op / 2**20:.1f} of {projection / 2**20:.1f} MiB")
 
 
+def _per_task(measured: Measurements, threads: int | None) -> Figure:
+    """Time that each task after the first adds to a forward pass of DyTox, in per cent of the pass with one."""
+    few, many = (measured.row("dytox growth T=1,50", name, threads).median for name in ("T=1", "T=50"))
+    return Figure(100 * (many / few - 1) / 49, f"{1e3 * few:.0f} ms with 1 task, {1e3 * many:.0f} ms with 50")
+
+
 def training_minutes(**wanted: Any) -> Measure:
     """Of training, the slowest run's."""
 
@@ -259,4 +265,8 @@ BARS: tuple[Bar, ...] = (
     ),
     *_one_and_two("H", "task_attention, 50 tokens, over a K and V projection", _over_projection, high=1.8, unit="x"),
     Bar("H", "task_attention, 50 tokens, temporaries over the same", _task_temporaries, high=1.5, unit="x"),
+    *_one_and_two(
+        "H", "DyTox forward, 50 tasks, over separate passes", _speedup("dytox T=50 B=32", "joint"), low=2, unit="x"
+    ),
+    *_one_and_two("H", "DyTox forward, each further task", _per_task, high=0.8, unit=" %"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 import levit_kernels
 from bench import work
 from bench.harness import Case
+from levit import DyTox, DyToxConfig
 from levit_kernels.composed.linear import matmul
 from levit_kernels.task_attention import task_attention_reference
 
@@ -65,6 +67,51 @@ def prepare(kind: str, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any
     return partial(_op, *few, HEADS), partial(_op, *args, HEADS)
 
 
+def dytox(tokens: int) -> Case:
+    """The whole forward pass of the CIFAR preset: the decoder once for all tokens, against once per token."""
+    joint, separate = model(tokens), model(tokens)
+    separate.cfg = dataclasses.replace(separate.cfg, joint=False)
+    return Case(
+        name="dytox",
+        size=f"T={tokens} B={BATCH}",
+        variants={"separate": partial(_forward, separate), "joint": partial(_forward, joint)},
+        baseline="separate",
+        check=partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4),
+    )
+
+
+def growth(few: int, many: int) -> Case:
+    """What a forward pass costs with many tasks more than with few; both checked against separate passes."""
+    models = {f"T={tokens}": model(tokens) for tokens in (few, many)}
+
+    def expected(name: str) -> Tensor:
+        separate = model(int(name.removeprefix("T=")))
+        separate.cfg = dataclasses.replace(separate.cfg, joint=False)
+        return _forward(separate)
+
+    return Case(
+        name="dytox growth",
+        size=f"T={few},{many}",
+        variants={name: partial(_forward, built) for name, built in models.items()},
+        baseline=f"T={few}",
+        check=partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4),
+        expected=expected,
+    )
+
+
+def model(tokens: int) -> DyTox:
+    """Of the CIFAR preset, with this many tasks of two classes."""
+    built = DyTox(DyToxConfig.preset("dytox-cifar100"))
+    for _ in range(tokens):
+        built.add_task(2)
+    return built
+
+
+@torch.no_grad()
+def _forward(built: DyTox) -> Tensor:
+    return built(torch.rand(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(6)))
+
+
 def attention_work(tokens: int) -> work.Work:
     """The cheaper of both forms (`levit_kernels.composed.task_forms`), and the output projection."""
     folded = tokens * (2 * PATCHES * HEADS * WIDTH + WIDTH * WIDTH)
@@ -78,7 +125,11 @@ OPS: dict[str, Callable[[], Case]] = {
     for tokens in (5, 50)
     for backward in (False, True)
 }
-FOR_BARS: dict[str, Callable[[], Case]] = {"task_attention T=50 over a projection": partial(over_projection, 50)}
+FOR_BARS: dict[str, Callable[[], Case]] = {
+    "task_attention T=50 over a projection": partial(over_projection, 50),
+    f"dytox T=50 B={BATCH}": partial(dytox, 50),
+    "dytox growth T=1,50": partial(growth, 1, 50),
+}
 
 
 def _arguments(tokens: int) -> list[Tensor]:
