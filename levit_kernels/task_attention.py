@@ -28,7 +28,7 @@ def task_attention(
     num_heads: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of T task tokens, each over [itself ; patches]; tokens never see each other (DyTox, equations 3-5).
+    """Attention of T task tokens, each over [itself ; patches]; tokens never see each other (DyTox).
 
     Args:
         tokens: `[T,D]`, parameters, the same for every image.

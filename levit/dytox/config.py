@@ -1,4 +1,7 @@
-"""DyToxConfig: every choice of a DyTox run in one frozen dataclass, and its presets."""
+"""DyToxConfig: every choice of a DyTox run in one frozen dataclass, and its presets.
+
+[P] is DyTox's paper here, [C] its authors' public code, read for facts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What DyTox minimises: classification, distillation of the old logits, and divergence of the new token."""
+"""What DyTox minimises: classification, distillation of the old logits, and divergence of the new token.
+
+[P] is DyTox's paper here, [C] its authors' public code, read for facts.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def dytox_loss(
     divergence: float = 0.0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """(1 - α) classification + α distillation + λ divergence, with α = old classes / all classes ([P], equation 10).
+    """(1 - α) classification + α distillation + λ divergence, with α = old classes / all classes [P].
 
     Without old logits α is 0; without divergence logits that term is left out.
     """
