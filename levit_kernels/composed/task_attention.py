@@ -1,7 +1,7 @@
 """task_attention from torch calls: one pass over the patches for all tokens, in tiles of images.
 
 The tokens' own queries, keys and values do not depend on the image and are computed once. A tile's scores
-`[H,T,b,1+N]` hold each token's own score in column 0, so that one softmax covers both. What happens to the patches is
+`[H,b,T,1+N]` hold each token's own score in column 0, so that one softmax covers both. What happens to the patches is
 one of the two forms of task_forms.py.
 """
 
@@ -71,17 +71,17 @@ def task_attention_backward(
             by_wo += matmul(rows.t(), heads.flatten(0, 1))
         if not any(needs[:5]):
             continue
-        # [H,b,T,d] of the heads' outputs, [H,T,b,1+N] of attention and scores
+        # [H,b,T,d] of the heads' outputs, [H,b,T,1+N] of attention and scores
         upstream = matmul(rows, wo).view(len(tile), len(tokens), num_heads, -1).permute(2, 0, 1, 3)
         by_attention = torch.empty_like(attention)
-        torch.sum(upstream.transpose(1, 2) * own.value[:, :, None], -1, out=by_attention[..., 0])
-        by_attention[..., 1:] = form.mix_backward(tile, _by_image(attention), upstream).transpose(1, 2)
-        by_value += (attention[..., :1] * upstream.transpose(1, 2)).sum(2, dtype=sums)
+        by_attention[..., 0] = (upstream * own.value[:, None]).sum(-1)
+        by_attention[..., 1:] = form.mix_backward(tile, attention[..., 1:], upstream)
+        by_value += (attention[..., :1] * upstream).sum(1, dtype=sums)
         by_scores = torch._softmax_backward_data(by_attention, attention, -1, attention.dtype)
-        own_scores = by_scores[..., 0].sum(2, dtype=sums)[..., None]
+        own_scores = by_scores[..., 0].sum(1, dtype=sums)[..., None]
         by_query += own_scores * own.key
         by_key += own_scores * own.query
-        by_query += form.scores_backward(tile, by_scores[..., 1:])
+        by_query += form.scores_backward(tile, by_scores[..., 1:].transpose(1, 2))
         if by_patches is not None:
             by_patches[images] = form.by_patches()
     by_query, by_key, by_value = (x.transpose(0, 1).flatten(1) for x in (by_query * own.scale, by_key, by_value))
@@ -131,21 +131,19 @@ def _form(query: torch.Tensor, patches: torch.Tensor, wk: torch.Tensor, wv: torc
 
 
 def _attend(form: Folded | Projected, own: _Own, tile: torch.Tensor) -> torch.Tensor:
-    """softmax over the token itself and the tile's patches: `[b,N,D]` -> `[H,T,b,1+N]`."""
-    scores = own.scores[:, :, None, None].expand(-1, -1, len(tile), 1)
-    return torch.softmax(torch.cat([scores, form.scores(tile)], -1), -1)
+    """softmax over the token itself and the tile's patches: `[b,N,D]` -> `[H,b,T,1+N]`."""
+    heads, tokens = own.scores.shape
+    scores = tile.new_empty(heads, len(tile), tokens, 1 + tile.shape[1])
+    scores[..., 0] = own.scores[:, None]
+    scores[..., 1:] = form.scores(tile).transpose(1, 2)
+    return torch.softmax(scores, -1)
 
 
 def _mix(form: Folded | Projected, own: _Own, tile: torch.Tensor, attention: torch.Tensor, out: torch.Tensor) -> None:
     """Writes the heads' outputs side by side, `[b,T,D]`."""
-    mixed = form.mix(tile, _by_image(attention)).permute(1, 2, 0, 3)
-    share = attention[..., 0].permute(2, 1, 0)[..., None]
+    mixed = form.mix(tile, attention[..., 1:]).permute(1, 2, 0, 3)
+    share = attention[..., 0].permute(1, 2, 0)[..., None]
     torch.addcmul(mixed, share, own.value.transpose(0, 1), out=out.view(mixed.shape))
-
-
-def _by_image(attention: torch.Tensor) -> torch.Tensor:
-    """`[H,T,b,1+N]` -> what goes to the patches, `[H,b,T,N]`."""
-    return attention[..., 1:].transpose(1, 2)
 
 
 def _tiles(patches: torch.Tensor, form: Folded | Projected) -> Iterator[slice]:
