@@ -178,6 +178,27 @@ def _temporaries(experts: int, batch: int) -> Measure:
     return figure
 
 
+def _over_projection(measured: Measurements, threads: int | None) -> Figure:
+    """Time of task_attention with 50 tokens over that of one projection of the patches to keys and values."""
+    title = "task_attention T=50 over a projection"
+    op, projection = (measured.row(title, variant, threads).median for variant in ("op", "projection"))
+    return Figure(op / projection, f"{1e3 * op:.1f} ms, projection {1e3 * projection:.1f} ms")
+
+
+def _task_temporaries(measured: Measurements, threads: int | None) -> Figure:
+    """Peak memory of task_attention with 50 tokens above its arguments, over that of the same projection."""
+    op, projection = (
+        memory.peak_temporaries("bench.task_cases:prepare", kind=kind, tokens=50) for kind in ("op", "projection")
+    )
+    return Figure(op / projection, f"{op / 2**20:.1f} of {projection / 2**20:.1f} MiB")
+
+
+def _per_task(measured: Measurements, threads: int | None) -> Figure:
+    """Time that each task after the first adds to a forward pass of DyTox, in per cent of the pass with one."""
+    few, many = (measured.row("dytox growth T=1,50", name, threads).median for name in ("T=1", "T=50"))
+    return Figure(100 * (many / few - 1) / 49, f"{1e3 * few:.0f} ms with 1 task, {1e3 * many:.0f} ms with 50")
+
+
 def training_minutes(**wanted: Any) -> Measure:
     """Of training, the slowest run's."""
 
@@ -228,4 +249,24 @@ BARS: tuple[Bar, ...] = (
     *_one_and_two("B", "routed inference, K=32, 256 images", _speedup("inference K=32 B=256"), low=3, unit="x"),
     *_one_and_two("B", "routed inference, K=32, 1 image", _speedup("inference K=32 B=1"), low=3, unit="x"),
     Bar("B", "routed inference, K=64, 256 images, temporaries", _temporaries(64, 256), high=0.25, unit="x"),
+    *_one_and_two(
+        "H",
+        "task_attention, 50 tokens, over separate passes",
+        _speedup("task_attention T=50 B=32", "op"),
+        low=20,
+        unit="x",
+    ),
+    *_one_and_two(
+        "H",
+        "task_attention, 50 tokens, forward and backward",
+        _speedup("task_attention T=50 B=32 fwd+bwd", "op"),
+        low=10,
+        unit="x",
+    ),
+    *_one_and_two("H", "task_attention, 50 tokens, over a K and V projection", _over_projection, high=1.8, unit="x"),
+    Bar("H", "task_attention, 50 tokens, temporaries over the same", _task_temporaries, high=1.5, unit="x"),
+    *_one_and_two(
+        "H", "DyTox forward, 50 tasks, over separate passes", _speedup("dytox T=50 B=32", "joint"), low=2, unit="x"
+    ),
+    *_one_and_two("H", "DyTox forward, each further task", _per_task, high=0.8, unit=" %"),
 )

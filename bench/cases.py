@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from bench import model_cases, op_cases
+from bench import model_cases, op_cases, task_cases
 from bench.harness import Case
 
 Builder = Callable[[], Case]
@@ -14,10 +14,11 @@ STEPS: dict[str, Builder] = {f"step K={k}": partial(model_cases.step, k) for k i
 INFERENCE: dict[str, Builder] = {
     f"inference K={k} B={b}": partial(model_cases.inference, k, b) for k in (1, 5, 32) for b in (256, 1)
 }
-OPS: dict[str, Builder] = op_cases.OPS
+OPS: dict[str, Builder] = op_cases.OPS | task_cases.OPS
 FOR_BARS: dict[str, Builder] = {
     "step K=8": partial(model_cases.step, 8),
     "growth K=2,64": partial(model_cases.growth, 2, 64),
+    **task_cases.FOR_BARS,
 }
 
 CASES: dict[str, Builder] = STEPS | INFERENCE | OPS | FOR_BARS

@@ -21,15 +21,15 @@ from levit.arguments import (
     ReportArguments,
     parse,
     parse_estimate,
-    parse_train,
 )
-from levit.config import PRESETS, LEViTConfig
+from levit.config import PRESETS
+from levit.families import ALL_PRESETS, family_of
 from levit.report.progress import RichDisplay
 from levit.report.tables import matrix_table, result_table
 from levit.report.tensorboard import TensorBoardLog, check_tensorboard
 from levit.runs import RunDirectory, RunError, latest_run_path, new_run_path
-from levit.streams import Stream, configured_dataset
-from levit.train import Interrupted, build_stream, train
+from levit.streams import configured_dataset
+from levit.train import Interrupted, train
 
 OVERVIEW = f"""usage: levit COMMAND ...
 
@@ -44,7 +44,7 @@ commands:
   estimate PRESET    parameters, bytes and seconds of a model with many experts, on this machine
   info               versions, devices, kernels
 
-presets: {", ".join(PRESETS)}
+presets: {", ".join(ALL_PRESETS)}
 
 examples:
   levit train digits                                    under 2 minutes, needs no data
@@ -80,22 +80,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    preset, rest = _preset("train", arguments)
-    args = parse_train(preset, rest)
+    preset, rest = _preset("train", arguments, ALL_PRESETS)
+    family = family_of(preset)
+    args = family.parse(preset, rest)
     stem = Path("runs") / f"{preset}-{args.run.method}-seed{args.config.seed}"
     if args.resume:
         args.out = args.out or latest_run_path(stem)
         stored = RunDirectory(args.out).read_config()
         if stored["preset"] != preset:
             raise RunError(f"{args.out}: a run of preset {stored['preset']}, not {preset}; choose another --out")
-        path, args = args.out, parse_train(preset, rest, stored)
+        path, args = args.out, family.parse(preset, rest, stored)
         args.out = path
     _set_up(args.device, args.threads)
 
     if args.tensorboard:
         check_tensorboard()
     console = Console(stderr=True)
-    stream = build_stream(args.config, args.run, args.data_dir, args.download)
+    stream = family.run_stream(args.config, args.run, args.data_dir, args.download)
     run = RunDirectory(args.out or new_run_path(stem))
     display = RichDisplay(console, len(stream), len(stream.ends), args.quiet)
     what = f"{len(stream)} images of {stream.data.name}, {args.config.scenario}, {len(stream.ends)} experience(s)"
@@ -113,6 +114,7 @@ def _train(arguments: list[str]) -> int:
             command=command,
             resume=args.resume,
             logs=[TensorBoardLog] if args.tensorboard else [],
+            build=family.training,
         )
     _stdout().print(result_table([(run.read_config(), results)]))
     _write_report(run, display.say)
@@ -132,7 +134,7 @@ def _eval(arguments: list[str]) -> int:
     data = configured_dataset(cfg, args.data_dir)
     if data.sha256 != config["data"]["sha256"]:
         raise RunError(f"{run.path}: trained on other data than {data.source} (sha256 {data.sha256} differs)")
-    stream = Stream.from_config(cfg, data, test_limit=args.test_limit)
+    stream = family_of(config["preset"]).test_stream(cfg, data, test_limit=args.test_limit)
     model, seen = load_model(run, args.device), run.load_checkpoint()["progress"]["seen"]
     result = evaluate(model, stream, args.device, args.by_task, seen if model.num_experts > 1 else None)
     if args.json:
@@ -217,7 +219,7 @@ def _report_detection(arguments: list[str]) -> int:
 def _estimate(arguments: list[str]) -> int:
     from levit.estimate import estimate
 
-    preset, rest = _preset("estimate", arguments)
+    preset, rest = _preset("estimate", arguments, PRESETS)
     args = parse_estimate(preset, rest)
     _set_up(args.device, args.threads)
     found = estimate(args.config, args.experts, args.device, args.seconds)
@@ -254,15 +256,17 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def _preset(command: str, arguments: list[str]) -> tuple[str, list[str]]:
+def _preset(command: str, arguments: list[str], presets: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
     """The preset that a command names first, and the rest; help without one is that for digits."""
     preset, rest = (arguments[0], arguments[1:]) if arguments else ("-", [])
     if preset in ("-h", "--help"):
-        print(f"levit {command} PRESET [OPTIONS]; PRESET is one of {', '.join(PRESETS)}. The defaults are digits'.\n")
+        print(f"levit {command} PRESET [OPTIONS]; PRESET is one of {', '.join(presets)}. The defaults are digits'.\n")
         return "digits", ["--help"]
     if preset.startswith("-"):
-        raise ValueError(f"name a preset first: levit {command} PRESET [OPTIONS]; presets are {', '.join(PRESETS)}")
-    LEViTConfig.preset(preset)  # an unknown one is told before anything else
+        raise ValueError(f"name a preset first: levit {command} PRESET [OPTIONS]; presets are {', '.join(presets)}")
+    if preset not in presets:
+        known = ", ".join(presets)
+        raise ValueError(f"preset: expected one of {known}; got {preset!r}.{_nearest(preset, presets)}")
     return preset, rest
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from levit import metrics
 from levit.config import LEViTConfig
-from levit.methods import METHODS
+from levit.families import family_of
 from levit.runs import RunDirectory, RunError
 from levit.streams import Stream
 from levit.streams.folders import read_picture
@@ -21,7 +21,8 @@ from levit.streams.folders import read_picture
 def run_config(run: RunDirectory) -> LEViTConfig:
     """The configuration of a run; `RunError` where this version knows a field no more."""
     try:
-        return LEViTConfig(**run.read_config()["config"])
+        config = run.read_config()
+        return family_of(config["preset"]).config(**config["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{run / 'config.json'}: not a configuration of this version of levit ({error})") from error
 
@@ -32,7 +33,8 @@ def load_model(run: RunDirectory, device: str = "cpu") -> nn.Module:
     state = run.load_checkpoint()
     if state is None:
         raise RunError(f"{run.path}: no checkpoint yet; let the run go on for a while (levit train … --resume)")
-    model = METHODS[run.read_config()["options"]["method"]].model(cfg).to(device)
+    config = run.read_config()
+    model = family_of(config["preset"]).model(cfg, config["options"]["method"]).to(device)
     try:
         model.load_state_dict(state["learner"]["model"])
     except (KeyError, ValueError, RuntimeError) as error:

@@ -109,6 +109,7 @@ def train(
     command: str = "",
     resume: bool = False,
     logs: Sequence[Callable[[RunDirectory, int], RowLog]] = (),
+    build: Callable[..., Training] | None = None,
 ) -> dict[str, Any]:
     """Run a method over a stream once, into a run directory; returns what results.json holds.
 
@@ -116,6 +117,7 @@ def train(
         run: a new directory, or with `resume` one whose run goes on from its checkpoint, as if never stopped.
         preset, command: for the record.
         logs: what else gets every row of metrics.csv; each is made of the run and of the position that it starts from.
+        build: makes the `Training` of another family of methods (`levit.families`), as `build_levit_training` does.
 
     Raises:
         RunError: the directory cannot be used, or a file could not be written; earlier files are as they were.
@@ -130,8 +132,7 @@ def train(
         config = description(cfg, options, stream, preset, command)
         if run.exists:
             check_same(run, config)
-        model, learner = METHODS[options.method].build(cfg, device)
-        training = _Training(run, options, config, stream, model, learner, device, logs)
+        training = (build or build_levit_training)(run, cfg, options, config, stream, device, logs)
         if run.exists:
             training.restore()
         else:
@@ -144,7 +145,7 @@ def train(
 
 
 @dataclass
-class _Training:
+class Training:
     """A method on its way through a stream."""
 
     run: RunDirectory
@@ -164,7 +165,7 @@ class _Training:
         threshold = model.cfg.expansion_threshold
         log_every = self.options.log_every or max(1, len(stream) // 100)
         saved, saved_at = progress.position, time.monotonic()
-        with _stop_requests(display) as stop_requested, contextlib.ExitStack() as open_logs:
+        with stop_requests(display) as stop_requested, contextlib.ExitStack() as open_logs:
             logs = [
                 open_logs.enter_context(contextlib.closing(log(self.run, saved))) for log in (MetricsLog, *self.logs)
             ]
@@ -245,10 +246,14 @@ class _Training:
             if state.get(part) != value:
                 raise RunError(f"{path}: {part} differs from config.json, it is another run's; nothing was changed")
         try:
-            self.learner.load_state_dict(state["learner"])
+            self.load_learner(state["learner"])
             self.progress = Progress(**state["progress"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise RunError(f"{path}: does not fit this model ({error}); nothing was changed") from error
+
+    def load_learner(self, state: dict[str, Any]) -> None:
+        """Go on from the learner's part of a checkpoint."""
+        self.learner.load_state_dict(state)
 
     def results(self) -> dict[str, Any]:
         """What results.json holds; accuracies from 0 to 1."""
@@ -290,8 +295,22 @@ class _Training:
         }
 
 
+def build_levit_training(
+    run: RunDirectory,
+    cfg: LEViTConfig,
+    options: RunOptions,
+    config: dict[str, Any],
+    stream: Stream,
+    device: str,
+    logs: Sequence[Callable[[RunDirectory, int], RowLog]],
+) -> Training:
+    """A method of `levit.methods` at the beginning of its stream; `config` is what config.json holds."""
+    model, learner = METHODS[options.method].build(cfg, device)
+    return Training(run, options, config, stream, model, learner, device, logs)
+
+
 @contextlib.contextmanager
-def _stop_requests(display: Display) -> Iterator[Any]:
+def stop_requests(display: Display) -> Iterator[Any]:
     """Turn the first SIGINT or SIGTERM into a flag that the loop reads between batches; a second one stops at once."""
     requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():

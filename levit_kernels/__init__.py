@@ -9,6 +9,7 @@ from .elbo_loss import elbo_loss
 from .expansion_distances import expansion_distances
 from .expert_attention import expert_attention
 from .latent_distance import latent_distance
+from .task_attention import task_attention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "expansion_distances",
     "expert_attention",
     "latent_distance",
+    "task_attention",
     "use_backend",
 ]

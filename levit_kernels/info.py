@@ -53,6 +53,14 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, tuple]:
         "latent_distance": (new(experts, batch, latent), new(batch, latent)),
         "expansion_distances": (new(batch, pixels), encoder, new(batch, latent), new(experts, batch, latent)),
         "elbo_loss": (new(batch, pixels), encoder, decoder, 0.5, None),
+        "task_attention": (
+            new(experts, width),
+            new(batch, length, width),
+            *(new(width, width) for _ in range(4)),
+            new(width),
+            heads,
+            None,
+        ),
     }
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from levit.arguments import parse_estimate, parse_train
-from levit.config import PRESETS
+from levit.arguments import parse_estimate
+from levit.families import ALL_PRESETS, family_of
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
@@ -26,8 +26,8 @@ def test_the_command_lines_are_understood():
     assert len(lines) >= 5
     for command, rest in lines:
         preset, *options = rest.replace("…", "x").split()
-        assert preset in PRESETS
-        {"train": parse_train, "estimate": parse_estimate}[command](preset, options)
+        assert preset in ALL_PRESETS
+        {"train": family_of(preset).parse, "estimate": parse_estimate}[command](preset, options)
 
 
 def test_the_make_targets_exist():

@@ -22,6 +22,9 @@ Runs = dict[tuple[str, str], list[RunDirectory]]
 """Finished runs by (stream, rule)."""
 
 
+SUBTITLE = "Changes are known to this report alone; an alarm adds an expert. One pass, no task labels."
+
+
 def detection_table(runs: Runs) -> Table:
     """`levit.detection.detection_rows` for a terminal."""
     table = Table(title="Changes of the stream that each rule found, and alarms without a change", title_justify="left")
@@ -52,7 +55,7 @@ def write_detection(runs: Runs, out: Path, say: Callable[[str], object]) -> None
             )
             for (stream, rule), members in runs.items()
         ]
-    write_html(out / "detection.html", "Detection of changes", parts)
+    write_html(out / "detection.html", "Detection of changes", SUBTITLE, parts)
     say(f"written: {out / 'detection.csv'}, {out / 'detection.html'}")
 
 

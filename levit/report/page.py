@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from levit.families import family_of
 from levit.report.tables import COLUMNS, HEADINGS, result_rows
 from levit.runs import RunDirectory, write_atomically
 
@@ -56,7 +57,7 @@ def write_page(run: RunDirectory, plots: Sequence[Path]) -> Path:
         _heading("Configuration"),
         _rows(config["config"] | config["options"]),
     ]
-    return write_html(run / "report.html", title, parts)
+    return write_html(run / "report.html", title, protocols([config]), parts)
 
 
 def write_comparison(runs: Sequence[RunDirectory], path: Path, plot: bytes | None) -> Path:
@@ -73,7 +74,7 @@ def write_comparison(runs: Sequence[RunDirectory], path: Path, plot: bytes | Non
         _heading("Runs"),
         _rows(listed),
     ]
-    return write_html(path, "Runs side by side", parts)
+    return write_html(path, "Runs side by side", protocols([config for config, _ in contents]), parts)
 
 
 def run_title(config: Mapping[str, Any]) -> str:
@@ -81,13 +82,19 @@ def run_title(config: Mapping[str, Any]) -> str:
     return f"{config['preset']} {config['options']['method']} seed {config['config']['seed']}"
 
 
-def write_html(path: Path, title: str, parts: Sequence[str]) -> Path:
-    """Write a page of our style with this title and these pieces of HTML; returns its path."""
+def protocols(configs: Sequence[Mapping[str, Any]]) -> str:
+    """How these runs were trained and evaluated, in a line."""
+    shown = " | ".join(dict.fromkeys(family_of(config["preset"]).protocol for config in configs))
+    return f"{shown[0].upper()}{shown[1:]}; accuracy per sample over all classes."
+
+
+def write_html(path: Path, title: str, subtitle: str, parts: Sequence[str]) -> Path:
+    """Write a page of our style with this title, a line under it and these pieces of HTML; returns its path."""
     text = "\n".join(
         [
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
             f"<h1>{escape(title)}</h1>",
-            "<p>One pass over the stream, no task labels; accuracy per sample over all classes.</p>",
+            f"<p>{escape(subtitle)}</p>",
             *parts,
             "</html>\n",
         ]

@@ -13,6 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from levit.families import family_of
 from levit.inference import load_model
 from levit.report.tables import run_label
 from levit.runs import RunDirectory, write_atomically
@@ -28,7 +29,7 @@ def write_plots(run: RunDirectory) -> list[Path]:
         "accuracy.png": accuracy_plot(config, run.read_metrics(), results["accuracy_matrix"]),
         "matrix.png": matrix_plot(results["accuracy_matrix"]),
     }
-    if config["options"]["method"] not in ("finetune", "slda"):  # the VAE is never trained, or there is none
+    if config["options"]["method"] not in ("finetune", "slda", "dytox"):  # without a VAE, or without a trained one
         figures["samples.png"] = samples_plot(model)
         if model.cfg.gating == "learned" and model.num_experts > 1:
             figures["gates.png"] = gates_plot(model)
@@ -71,7 +72,7 @@ def accuracy_plot(
     top.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=3, frameon=False)
 
     if checks:
-        charts = config["config"]["criterion"] == "calibrated"
+        charts = config["config"].get("criterion") == "calibrated"
         what = "larger sum of both charts" if charts else "smallest distance"
         panels[1].plot(*_columns(checks, "min_distance"), ".", markersize=4, color=BLUE, label=what)
         panels[1].plot(*_columns(checks, "threshold"), color=ORANGE, label="limit" if charts else "threshold")
@@ -81,7 +82,8 @@ def accuracy_plot(
         panel.grid(alpha=0.3)
         for change in ends[:-1]:
             panel.axvline(change, color=GREY, linewidth=0.8, linestyle=":")
-    panels[-1].set(xlabel="images of the stream (dotted: changes, which the learner is not told)", xlim=(0, ends[-1]))
+    borders = family_of(config["preset"]).borders
+    panels[-1].set(xlabel=f"images of the stream (dotted: {borders})", xlim=(0, ends[-1]))
     return figure
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from levit.config import PRESETS, LEViTConfig
+from levit.families import ALL_PRESETS, family_of
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "final_accuracy": ("accuracy %", lambda v: f"{100 * v:.2f}"),
@@ -44,7 +44,8 @@ def result_rows(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> 
 
 def result_table(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Table:
     """`result_rows` for a terminal."""
-    table = Table(title="Per-sample accuracy over all classes, one pass, no task labels", title_justify="left")
+    protocols = dict.fromkeys(family_of(config["preset"]).protocol for config, _ in runs)
+    table = Table(title=f"Per-sample accuracy over all classes, {' | '.join(protocols)}", title_justify="left")
     table.add_column(HEADINGS[0], overflow="fold")
     for heading in HEADINGS[1:]:
         table.add_column(heading, justify="right")
@@ -78,7 +79,7 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
 def run_label(config: Mapping[str, Any]) -> str:
     """Preset, method, and every choice that differs from the preset's, but for the seed."""
     preset = config["preset"]
-    usual = LEViTConfig.preset(preset).to_dict() if preset in PRESETS else {}
+    usual = family_of(preset).config.preset(preset).to_dict() if preset in ALL_PRESETS else {}
     changes = {key: value for key, value in config["config"].items() if key != "seed" and usual.get(key) != value}
     for option in ("limit", "test_limit"):
         if config["options"][option] is not None:

@@ -1,6 +1,7 @@
 """Scenarios: the order in which a stream shows the images of a data set, once each and with its changes hidden.
 
 - `split`: groups of classes, one after another.
+- `class_incremental`: the same with a first group of its own size.
 - `joined`: the same over several data sets, all classes of one before those of the next.
 - `drifting`: groups of classes that fade into each other.
 - `permuted`: all images, again and again, each time under another permutation of the pixels.
@@ -73,6 +74,25 @@ def split(
             raise ValueError(f"classes_per_task: expected a divisor of {classes} classes, got {classes_per_task}")
     order = _order(class_order, data.part_sizes, random)
     groups = [tuple(order[i : i + classes_per_task]) for i in range(0, len(order), classes_per_task)]
+    parts = [random.permutation(np.flatnonzero(np.isin(data.train_labels, group))) for group in groups]
+    return _grouped(data, groups, _limited(parts, limit))
+
+
+def class_incremental(
+    data: Dataset,
+    random: np.random.RandomState,
+    first_classes: int,
+    classes_per_task: int,
+    class_order: ClassOrder = "natural",
+    limit: int | None = None,
+) -> Plan:
+    """B-m Inc-n: `first_classes` classes, then groups of `classes_per_task`. The other arguments as `split`'s."""
+    later = data.num_classes - first_classes
+    if later < 0 or later % classes_per_task:
+        raise ValueError(f"classes_per_task: expected a divisor of {later} classes, got {classes_per_task}")
+    order = _order(class_order, data.part_sizes, random)
+    starts = [0, *range(first_classes, data.num_classes, classes_per_task), data.num_classes]
+    groups = [tuple(order[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
     parts = [random.permutation(np.flatnonzero(np.isin(data.train_labels, group))) for group in groups]
     return _grouped(data, groups, _limited(parts, limit))
 

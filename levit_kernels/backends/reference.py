@@ -15,6 +15,7 @@ from ..expansion_distances import expansion_distances_reference
 from ..expert_attention import expert_attention_reference, reference_stages
 from ..gates import gated_sum
 from ..latent_distance import latent_distance_reference
+from ..task_attention import task_attention_reference
 from .registry import Backend
 
 _KEYS = (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.ADInplaceOrView)
@@ -83,6 +84,11 @@ def _elbo_loss_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     return _gradients(function, grad, [images, *encoder, *decoder, noise], needs)
 
 
+def _task_attention_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    *tensors, num_heads, scale, needs = rest
+    return _gradients(lambda *x: task_attention_reference(*x, num_heads, scale), grad, tensors, needs)
+
+
 OPS = {
     "expert_attention": _dense(expert_attention_reference),
     "expert_attention_train": _expert_attention_train,
@@ -95,6 +101,8 @@ OPS = {
     "expansion_distances_backward": _expansion_distances_backward,
     "elbo_loss": elbo_loss_reference,
     "elbo_loss_backward": _elbo_loss_backward,
+    "task_attention": _dense(task_attention_reference),
+    "task_attention_backward": _task_attention_backward,
 }
 
 BACKEND = Backend("reference", OPS, lambda op, args: None)

@@ -11,6 +11,7 @@ from ..composed import (
     expert_attention,
     expert_attention_backward,
     latent_distance,
+    task_attention,
 )
 from .registry import Backend, device_of
 
@@ -26,6 +27,8 @@ OPS = {
     "expansion_distances_backward": expansion_distances.expansion_distances_backward,
     "elbo_loss": elbo_loss.elbo_loss,
     "elbo_loss_backward": elbo_loss.elbo_loss_backward,
+    "task_attention": task_attention.task_attention,
+    "task_attention_backward": task_attention.task_attention_backward,
 }
 
 

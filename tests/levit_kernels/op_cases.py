@@ -17,12 +17,14 @@ from levit_kernels.composed import dkf_fuse as composed_dkf_fuse
 from levit_kernels.composed import expert_attention as composed_attention
 from levit_kernels.composed import expert_attention_backward as composed_backward
 from levit_kernels.composed import latent_distance as composed_distance
+from levit_kernels.composed import task_attention as composed_tasks
 from levit_kernels.composed import vae as composed_vae
 from levit_kernels.dkf_fuse import dkf_fuse_reference
 from levit_kernels.elbo_loss import elbo_loss_reference
 from levit_kernels.expansion_distances import expansion_distances_reference
 from levit_kernels.expert_attention import expert_attention_reference
 from levit_kernels.latent_distance import latent_distance_reference
+from levit_kernels.task_attention import task_attention_reference
 
 GATES = ("none", "K", "KH", "BK1", "BKH")
 LAYOUTS = ("dense", "transposed", "sliced", "expanded")
@@ -108,6 +110,18 @@ def make_elbo_loss(generator, B, K, F, h1, h2, L, g1, g2, S=None):
     )
 
 
+def make_task_attention(generator, B, T, N, heads, d, scale=None):
+    width = heads * d
+    return (
+        _normal(generator, T, width),
+        _normal(generator, B, N, width),
+        *(_normal(generator, width, width, scale=1.5 * width**-0.5) for _ in range(4)),
+        _normal(generator, width, scale=0.3),
+        heads,
+        scale,
+    )
+
+
 OPS = {
     "expert_attention": Op(
         levit_kernels.expert_attention,
@@ -174,6 +188,19 @@ OPS = {
             "ones": dict(B=1, K=1, F=1, h1=1, h2=1, L=1, g1=1, g2=1, S=1),
         },
     ),
+    "task_attention": Op(
+        levit_kernels.task_attention,
+        task_attention_reference,
+        make_task_attention,
+        {  # few tokens are folded into W_k, many meet projected patches: see task_forms.folds
+            "cifar": dict(B=2, T=3, N=64, heads=12, d=8),
+            "many-tokens": dict(B=3, T=23, N=16, heads=4, d=12),
+            "odd": dict(B=7, T=3, N=5, heads=3, d=5, scale=0.7),
+            "odd-many": dict(B=7, T=11, N=5, heads=3, d=5),
+            "one-patch": dict(B=4, T=5, N=1, heads=2, d=7),
+            "ones": dict(B=1, T=1, N=1, heads=1, d=1),
+        },
+    ),
 }
 
 
@@ -232,6 +259,7 @@ def backend(name: str) -> Iterator[None]:
         composed_dkf_fuse.GATHER_BYTES,
         composed_distance.SLICE_BYTES,
         composed_vae.TILE_BYTES,
+        composed_tasks.TILE_BYTES,
     )
     before = [table["cpu"] for table in tables], composed_dkf_fuse.BAG_INDICES
     try:

@@ -27,6 +27,8 @@ def sizes_of(op, draw):
         return dict(M=n(9), K=n(9), N=n(6), H=n(4), d=n(9), B=draw.choice((None, n(12))), gates=gates, zeros=zeros)
     if op == "latent_distance":
         return dict(K=n(6), M=n(30), L=n(20))
+    if op == "task_attention":
+        return dict(B=n(9), T=n(12), N=n(9), heads=n(4), d=n(6), scale=draw.choice((None, 0.5)))
     vae = dict(K=n(6), F=n(12), h1=n(9), h2=n(9), L=n(6))
     if op == "expansion_distances":
         return dict(**vae, M=n(20), noise=draw.random() < 0.5)

@@ -5,7 +5,7 @@ import torch
 from op_cases import OPS, to_dtype
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from levit_kernels import _vae, dkf_fuse, elbo_loss, expert_attention
+from levit_kernels import _vae, dkf_fuse, elbo_loss, expert_attention, task_attention
 
 ENCODER = [f"encoder.{part}" for part in _vae.ENCODER]
 DECODER = [f"decoder.{part}" for part in _vae.DECODER]
@@ -15,6 +15,7 @@ NAMES = {
     "latent_distance": ["codes", "query"],
     "expansion_distances": ["images", *ENCODER, "query", "noise"],
     "elbo_loss": ["images", *ENCODER, *DECODER, "noise"],
+    "task_attention": ["tokens", "patches", "wq", "wk", "wv", "wo", "bo"],
 }
 EVERY = [pytest.param(op, i, id=f"{op}-{name}") for op in OPS for i, name in enumerate(NAMES[op])]
 # sizes that no other argument shares
@@ -28,6 +29,9 @@ FREE = {
     ("latent_distance", "codes", 0),
     ("elbo_loss", "images", 0),
     ("elbo_loss", "noise", 0),
+    ("task_attention", "tokens", 0),
+    ("task_attention", "patches", 0),
+    ("task_attention", "patches", 1),
 }
 MIXABLE = ("features", "gates", "index")  # stores may be half precision under float32 gates
 
@@ -113,8 +117,9 @@ def test_wrong_device(op, position):
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_expert_at_all(op):
-    sizes = {**OPS[op].sizes["odd"], "K": 0}
-    with pytest.raises(ValueError, match=rf"{op}: \S+ must have K >= 1, got shape \["):
+    letter = "T" if op == "task_attention" else "K"
+    sizes = {**OPS[op].sizes["odd"], letter: 0}
+    with pytest.raises(ValueError, match=rf"{op}: \S+ must have {letter} >= 1, got shape \["):
         OPS[op].function(*OPS[op].make(torch.Generator(), **sizes))
 
 
@@ -161,6 +166,19 @@ def test_beta(beta):
     images, encoder, decoder, _, noise = arguments("elbo_loss")
     with pytest.raises(ValueError, match="elbo_loss: beta must be finite"):
         elbo_loss(images, encoder, decoder, beta, noise)
+
+
+@pytest.mark.parametrize("heads", [0, -3, 4, 16])
+def test_heads_that_do_not_divide_the_width(heads):
+    tensors = arguments("task_attention")[:7]
+    with pytest.raises(ValueError, match=f"task_attention: num_heads must be >= 1 and divide D=15, got {heads}"):
+        task_attention(*tensors, heads)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scale(scale):
+    with pytest.raises(ValueError, match="task_attention: scale must be finite"):
+        task_attention(*arguments("task_attention")[:8], scale)
 
 
 @pytest.mark.parametrize("op", ["expansion_distances", "elbo_loss"])

@@ -83,12 +83,29 @@ def elbo_loss(images, encoder, decoder, beta, noise):
     return out
 
 
+def task_attention(tokens, patches, wq, wk, wv, wo, bo, heads, scale):
+    (count, width), depth = tokens.shape, tokens.shape[1] // heads
+    scale = 1 / np.sqrt(depth) if scale is None else scale
+    out = np.zeros((len(patches), count, width))
+    for b in range(len(patches)):
+        for t in range(count):
+            seen = np.stack([tokens[t], *patches[b]])
+            mixed = []
+            for h in range(heads):
+                part = slice(h * depth, (h + 1) * depth)
+                q, k, v = wq[part] @ tokens[t], seen @ wk[part].T, seen @ wv[part].T
+                mixed.append(softmax(scale * (k @ q)) @ v)
+            out[b, t] = wo @ np.concatenate(mixed) + bo
+    return out
+
+
 ORACLES = {
     "expert_attention": expert_attention,
     "dkf_fuse": dkf_fuse,
     "latent_distance": distance,
     "expansion_distances": expansion_distances,
     "elbo_loss": elbo_loss,
+    "task_attention": task_attention,
 }
 CASES = [
     pytest.param(op, {**OPS[op].sizes[name], **({"gates": gates} if gates else {})}, id=f"{op}-{name}-{gates or ''}")

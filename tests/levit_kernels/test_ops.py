@@ -74,7 +74,11 @@ LAID_OUT = [
     pytest.param(op, {**OPS[op].sizes["odd"], **extra}, name, id="-".join([op, *map(str, extra.values()), name]))
     for op in OPS
     for extra in (
-        [{"gates": "K"}, {"gates": "KH"}, {"gates": "BK1", "zeros": True}] if "H" in OPS[op].sizes["odd"] else [{}]
+        [{"gates": "K"}, {"gates": "KH"}, {"gates": "BK1", "zeros": True}]
+        if "H" in OPS[op].sizes["odd"]
+        else [{}, {"T": 11}]
+        if op == "task_attention"
+        else [{}]
     )
     for name in ("torch", "torch-small-tiles", "cpu")
     if runs(name, op)
