@@ -16,7 +16,7 @@ from .._check import at_least_float32
 from .linear import matmul
 from .task_forms import Folded, Projected, folds
 
-TILE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+TILE_BYTES = {"cpu": 3 << 20, "cuda": 256 << 20}
 
 
 def task_attention(
