@@ -113,7 +113,8 @@ class TaskTraining(Training):
         if task:
             progress.expansions.append(progress.position)
         images, labels = self.task_data(task)
-        progress.count_kinds(self.stream.kinds[self.task_slice(task)], task, self.stream.num_kinds)
+        kinds = self.stream.kinds[self.task_slice(task)]
+        progress.count_kinds(kinds, kinds[:0], task, self.stream.num_kinds)
         self.learner.begin_task(images, labels, len(self.stream.experiences[task]))
 
     def updates(self) -> Any:
