@@ -16,8 +16,11 @@ from levit.logistic import fit_slopes
 
 EVERY = 5
 """One image in so many is looked at."""
-ROWS = 128
-"""Rows per expert: its latest EVERY · ROWS images."""
+ROWS = 64
+"""Rows per expert, its latest EVERY · ROWS images: more would show it less ripe, fewer would be few."""
+STRANGER = 0.1
+"""Rows of a class that an expert saw less than so often as its most frequent one are left out: images that came after
+a change, before it was noticed."""
 ENOUGH = 20
 """Rows that a fit takes."""
 KNOWN_DEVIATIONS = 3.0
@@ -70,41 +73,46 @@ class Examples(nn.Module):
         self.labels[expert, slots] = labels
         self.taken[expert] += len(labels)
 
-    def slopes(self, used: list[int]) -> Tensor | None:
+    def slopes(self, used: list[int], class_counts: Tensor) -> Tensor | None:
         """How much the `used` scores (0: shared, 1: VAE) say about the expert, [2], others 0; None: too few rows.
 
+        `class_counts` [K, classes] says how many images of each class each expert learned from, here and below.
         By maximum likelihood of the expert that learned from the image, softmax over the experts that there were.
         """
         experts = torch.arange(len(self.taken), device=self.taken.device)
         own = experts[:, None].expand(-1, ROWS)
-        filled = torch.arange(ROWS, device=own.device) < self.taken[:, None]
         scores = self.scores[..., used]
         there = scores.isfinite().all(-1)
-        rows = filled & there[experts, :, experts] & (there.sum(-1) > 1)
+        rows = self._usable(class_counts) & there[experts, :, experts] & (there.sum(-1) > 1)
         if rows.sum() < ENOUGH:
             return None
         slopes = torch.zeros(2, dtype=torch.float64, device=own.device)
         slopes[used] = fit_slopes(scores[rows], own[rows])
         return slopes
 
-    def sharpness(self) -> float:
+    def sharpness(self, class_counts: Tensor) -> float:
         """1/T: the factor that makes an expert's softmax as likely as it can be on the labels; 1 with too few rows."""
-        rows = self.labels >= 0
+        rows = self._usable(class_counts) & (self.labels >= 0)
         if rows.sum() < ENOUGH:
             return 1.0
         return float(fit_slopes(self.logits[rows][..., None], self.labels[rows]))
 
-    def known_limits(self) -> Tensor:
+    def known_limits(self, class_counts: Tensor) -> Tensor:
         """Log VAE loss up to which each expert explains an image, [K]; infinite where it has too few rows.
 
         Median + `KNOWN_DEVIATIONS` · 1.4826 · MAD of what the expert's own arriving images had: were log losses normal,
-        0.13 % of an expert's own images would lie above its limit. Median and MAD do not feel the few images that
-        arrive after a change before it is noticed.
+        0.13 % of an expert's own images would lie above its limit; any other expert that explains them lowers that.
         """
         limits = self.scores.new_full((len(self.taken),), torch.inf)
-        for k, taken in enumerate(self.taken.tolist()):
-            if taken >= ENOUGH:
-                loss = (-self.scores[k, : min(taken, ROWS), k, 1]).log()
+        for k, rows in enumerate(self._usable(class_counts)):
+            if rows.sum() >= ENOUGH:
+                loss = (-self.scores[k, rows, k, 1]).log()
                 middle = loss.median()
                 limits[k] = middle + KNOWN_DEVIATIONS * 1.4826 * (loss - middle).abs().median()
         return limits
+
+    def _usable(self, class_counts: Tensor) -> Tensor:
+        """Which rows there are and are no stranger's, [K, ROWS]."""
+        filled = torch.arange(ROWS, device=self.taken.device) < self.taken[:, None]
+        usual = class_counts >= STRANGER * class_counts.amax(1, keepdim=True)
+        return filled & (usual.gather(1, self.labels.clamp(min=0)) | (self.labels < 0))

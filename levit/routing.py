@@ -81,8 +81,7 @@ class Router(nn.Module):
         self.cfg = cfg
         self.shared = SharedSpace(cfg, waiting) if cfg.routing != "vae" else None
         self.examples = Examples(cfg, experts) if cfg.routing == "fused" or cfg.calibration else None
-        if self.shared is not None:
-            self.register_buffer("class_counts", torch.zeros(experts, cfg.num_classes, dtype=torch.int64))
+        self.register_buffer("class_counts", torch.zeros(experts, cfg.num_classes, dtype=torch.int64))
         self._plan: Plan | None = None
 
     @classmethod
@@ -98,8 +97,7 @@ class Router(nn.Module):
         self._plan = None
         if self.examples is not None:
             self.examples.add_expert()
-        if self.shared is not None:
-            self.class_counts = torch.cat([self.class_counts, torch.zeros_like(self.class_counts[:1])])
+        self.class_counts = torch.cat([self.class_counts, torch.zeros_like(self.class_counts[:1])])
 
     @torch.no_grad()
     def observe(self, model: LEViT, images: Tensor, labels: Tensor, expert: int) -> None:
@@ -111,14 +109,13 @@ class Router(nn.Module):
             self.examples.add(expert, scores, model.forward_expert(probes, expert), known)
         if self.shared is not None:
             self.shared.observe(images, labels)
-            self.class_counts[expert] += self._count(labels)
+        self.class_counts[expert] += self._count(labels)
 
     def reassign(self, labels: Tensor, source: int, expert: int) -> None:
-        """See `levit.reference.LEViT.reassign`; rows of `examples` stay where they are, they soon make room."""
+        """See `levit.reference.LEViT.reassign`; rows of `examples` that this makes a stranger's no longer count."""
         self._plan = None
-        if self.shared is not None:
-            self.class_counts[source] -= self._count(labels)
-            self.class_counts[expert] += self._count(labels)
+        self.class_counts[source] -= self._count(labels)
+        self.class_counts[expert] += self._count(labels)
 
     def _count(self, labels: Tensor) -> Tensor:
         return torch.bincount(labels[labels >= 0], minlength=self.cfg.num_classes)
@@ -148,7 +145,7 @@ class Router(nn.Module):
         used = {"vae": [1], "shared": [0], "fused": [0, 1]}[routing]
         slopes = None
         if self.examples is not None and (serves or routing == "vae"):
-            slopes = self.examples.slopes(used)
+            slopes = self.examples.slopes(used, self.class_counts)
         fitted = slopes is not None and bool(slopes.any())
         if fitted:
             a, b = slopes.tolist()
@@ -157,7 +154,8 @@ class Router(nn.Module):
         solved = (shared.features, *shared.lda.solve(), self._expert_of_class()) if a else (None,) * 4
         if self.examples is None:
             return Plan(a, b, fitted, *solved)
-        return Plan(a, b, fitted, *solved, self.examples.sharpness(), self.examples.known_limits())
+        sharpness, limits = self.examples.sharpness(self.class_counts), self.examples.known_limits(self.class_counts)
+        return Plan(a, b, fitted, *solved, sharpness, limits)
 
     def _expert_of_class(self) -> Tensor:
         counts = self.class_counts.T.to(self.shared.recent_bias.dtype)

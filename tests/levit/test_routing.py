@@ -316,7 +316,7 @@ def test_known_is_what_some_expert_saw_the_like_of(kind):
         scores = torch.full((examples.ROWS, 2, 2), -torch.inf)
         scores[:, k, 1] = -torch.tensor(losses[k])
         table.add(k, scores.double(), torch.zeros(examples.ROWS, 5).double(), torch.full((examples.ROWS,), -1))
-    limits = table.known_limits().numpy()
+    limits = table.known_limits(model.router.class_counts).numpy()
     logs = np.log(losses)
     middle = np.sort(logs, 1)[:, examples.ROWS // 2 - 1 : examples.ROWS // 2 + 1].min(1)
     deviation = np.sort(np.abs(logs - middle[:, None]), 1)[:, (examples.ROWS - 1) // 2]
@@ -332,7 +332,7 @@ def test_logits_that_were_wrong_so_far_still_give_the_label(kind):
     """The sharpness is 0 then, and the confidence that of a guess."""
     model = learned(kind, routing="vae").model
     query = random_images(model.cfg, 10, seed=4)
-    with patch.object(type(model.router.examples), "sharpness", lambda _: 0.0):
+    with patch.object(type(model.router.examples), "sharpness", lambda *_: 0.0):
         model.router._plan = None
         prediction = model.predict(query)
     assert torch.equal(prediction.label, model(query).argmax(1)) and (prediction.confidence <= 0.2).all()
@@ -347,7 +347,13 @@ def test_sharpness_and_slopes_are_fitted_on_held_out_rows():
         scores = torch.zeros(examples.ROWS, 2, 2).double()
         scores[:, k] = torch.tensor([1.0, 0.0])
         table.add(k, scores, torch.tensor(logits[k]), torch.tensor(labels[k]))
-    assert 0.35 < table.sharpness() < 0.65
-    slopes = table.slopes([0, 1])
+    seen = torch.full((2, 5), 30)
+    assert 0.35 < table.sharpness(seen) < 0.65
+    slopes = table.slopes([0, 1], seen)
     assert slopes[0] > 1 and slopes[1] == 0
-    assert table.slopes([1]).tolist() == [0, 0]
+    assert table.slopes([1], seen).tolist() == [0, 0]
+    strangers = table.labels == 4  # a class that came after a change: its rows do not count
+    table.logits[strangers] = torch.tensor([90.0, 0, 0, 0, -90]).double()
+    assert table.sharpness(seen) < 0.1
+    seen[:, 4] = 2
+    assert 0.35 < table.sharpness(seen) < 0.65
