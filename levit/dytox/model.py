@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from levit.dytox.blocks import GPSA, MHSA, STD, Block, TaskBlock, initialise
 from levit.dytox.config import DyToxConfig
+from levit.routing import Prediction
 
 
 class Classifier(nn.Module):
@@ -115,6 +116,13 @@ class DyTox(nn.Module):
         """The task whose class has the largest logit: [B] int64."""
         tasks = torch.repeat_interleave(torch.tensor(self.classes_per_task))
         return tasks.to(images.device)[self(images).argmax(1)]
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> Prediction:
+        """Label, its task, its sigmoid value (not calibrated); every image counts as known: [B, C, S, S] → [B] each."""
+        confidence, label = self(images).sigmoid().max(1)
+        tasks = torch.repeat_interleave(torch.tensor(self.classes_per_task)).to(images.device)
+        return Prediction(label, tasks[label], confidence, torch.ones_like(label, dtype=torch.bool))
 
     def embeddings(self, images: Tensor) -> Tensor:
         """images [B, C, S, S] → what the decoder says for each task token, [B, T, D]."""
