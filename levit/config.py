@@ -264,7 +264,7 @@ def _known(what: str, name: str, table: dict[str, dict[str, Any]]) -> dict[str, 
 
 # What routes best on each kind of stream; `--routing vae` is the published rule.
 _ROUTED = dict(routing="fused", calibration=True)
-_MNIST = _ROUTED | dict(image_size=28, channels=1, patch_size=7, memory_size=2000)
+_MNIST = _ROUTED | dict(image_size=28, channels=1, patch_size=7, memory_size=2000, shared_filters=300)
 # Decoders of convolutional VAEs never saw a mean code, so routing averages over samples (SPEC.md, inference [D]).
 _COLOUR = _ROUTED | dict(
     image_size=32,
@@ -276,6 +276,7 @@ _COLOUR = _ROUTED | dict(
     route_samples=10,
     memory_size=1000,
     updates_per_batch=1,
+    shared_filters=400,
 )
 
 PRESETS: dict[str, dict[str, Any]] = {
