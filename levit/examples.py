@@ -1,7 +1,7 @@
 """What the model said of images of the stream before it learned from them: held-out examples that cost no image.
 
-Of every `EVERY`-th image the scores, the logits and the label are kept, the latest `ROWS` of each expert. An arriving
-image was never trained on, so its row is what a test image's would be, and the latest rows of an expert show it at its
+Of one image in `EVERY`, fewer where routing samples codes, the scores, the logits and the label are kept, the latest
+`ROWS` of each expert. An arriving image was never trained on, so its row is what a test image's would be, and the latest rows of an expert show it at its
 best: when it is frozen they stay as they are. A row says nothing of experts that came later, which cannot be known
 without the image; the regressions on these rows therefore compare with the experts that there were.
 """
@@ -15,9 +15,11 @@ from levit.config import LEViTConfig
 from levit.logistic import fit_slopes
 
 EVERY = 5
-"""One image in so many is looked at."""
+"""One image in so many is looked at, where routing takes the mean code."""
+CODES_AT_ONCE = 2
+"""Where it takes S codes, images are looked at S / 2 times as rarely: each costs S decodings by every expert."""
 ROWS = 64
-"""Rows per expert, its latest EVERY · ROWS images: more would show it less ripe, fewer would be few."""
+"""Rows per expert, of its latest images: more would show it less ripe, fewer would be few."""
 STRANGER = 0.1
 """Rows of a class that an expert saw less than so often as its most frequent one are left out: images that came after
 a change, before it was noticed."""
@@ -31,12 +33,13 @@ class Examples(nn.Module):
     """The table of rows, and what is fitted on it. Only buffers.
 
     Args:
-        cfg: its `num_classes`.
+        cfg: its `num_classes` and `route_samples`.
         experts: K, more come with `add_expert`.
     """
 
     def __init__(self, cfg: LEViTConfig, experts: int = 1) -> None:
         super().__init__()
+        self.route_samples = cfg.route_samples
         self.register_buffer("seen", torch.tensor(0))
         self.register_buffer("taken", torch.zeros(experts, dtype=torch.int64))
         # Last dimension: log p(k | x) of the shared space, minus the VAE loss; −∞ where it is not known.
@@ -56,9 +59,10 @@ class Examples(nn.Module):
 
     def due(self, count: int) -> range:
         """Which of the next `count` images of the stream to look at; they count as seen."""
-        start = -int(self.seen) % EVERY
+        every = EVERY * max(1, self.route_samples // CODES_AT_ONCE)
+        start = -int(self.seen) % every
         self.seen += count
-        return range(start, count, EVERY)
+        return range(start, count, every)
 
     @torch.no_grad()
     def add(self, expert: int, scores: Tensor, logits: Tensor, labels: Tensor) -> None:
