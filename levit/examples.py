@@ -2,9 +2,9 @@
 
 Of one image in `EVERY`, fewer where routing samples codes, the scores, the logits and the label are kept, the latest
 `ROWS` of each expert. An arriving image was never trained on, so its row is what a test image's would be, and the
-latest rows of an expert show it at its best: when it is frozen they stay as they are. A row says nothing of experts that
-came later, which cannot be known without the image; the regressions on these rows therefore compare with the experts
-that there were.
+latest rows of an expert show it at its best: when it is frozen they stay as they are. A row says nothing of experts
+that came later, which cannot be known without the image; the regressions on these rows therefore compare with the
+experts that there were.
 """
 
 from __future__ import annotations
