@@ -1,0 +1,59 @@
+"""How a kernel starts: on its tensors' device, or, for the static checks, into a list instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+Listener = Callable[["Launch"], bool]
+_listener: ContextVar[Listener | None] = ContextVar("levit_kernels_triton_listener", default=None)
+
+
+class Launch(NamedTuple):
+    """A kernel with everything it is started with; `meta` holds constexprs, num_warps and num_stages."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple
+    meta: dict[str, Any]
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tells `listener` of every launch inside; the kernel starts only where it returns True."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    """Starts `kernel` on the device of its first tensor; an empty grid is no launch."""
+    if 0 in grid:
+        return
+    listener = _listener.get()
+    if listener is not None and not listener(Launch(kernel, grid, args, meta)):
+        return
+    device = next(x.device for x in args if isinstance(x, torch.Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*args, **meta)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """`input_precision` of tl.dot: float32 products are exact unless torch allows TF32 for its own."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is neither below n nor below `least`."""
+    return max(least, triton.next_power_of_2(n))

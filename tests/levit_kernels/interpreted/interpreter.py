@@ -1,0 +1,39 @@
+"""What Triton's interpreter does not do as the hardware does, mended: it truncates to bfloat16 instead of rounding to
+the nearest, and multiplies the bit patterns of bfloat16 numbers as if they were integers.
+"""
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def mend():
+    """Replaces the interpreter's conversion and product."""
+    convert = InterpreterBuilder.cast_impl
+    InterpreterBuilder.cast_impl = lambda self, src, dst: _cast(self, src, dst, convert)
+    InterpreterBuilder.create_dot = _dot
+
+
+def _cast(builder, src, dst_type, convert):
+    kinds = (src.dtype.scalar, dst_type.scalar)
+    if kinds == (tl.float32, tl.bfloat16):
+        return TensorHandle(to_bfloat16(src.data), tl.bfloat16)
+    if kinds == (tl.bfloat16, tl.float32):
+        return TensorHandle(from_bfloat16(src.data), tl.float32)
+    return convert(builder, src, dst_type)
+
+
+def _dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
+    a, b = (from_bfloat16(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32) for x in (a, b))
+    return TensorHandle(np.matmul(a, b) + d.data, d.dtype.scalar)
+
+
+def to_bfloat16(x):
+    """Bits of the nearest bfloat16, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+def from_bfloat16(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
