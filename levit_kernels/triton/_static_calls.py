@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import dkf_fuse
+from . import dkf_fuse, expert_attention
 from .launch import Launch, listening
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,7 +46,25 @@ def _dkf_fuse(gate_shape: tuple[int, ...]) -> Callable[[torch.dtype], object]:
     return run
 
 
+def _expert_attention(batch: int, experts: int, pixels: int, gated: bool) -> Callable[[torch.dtype], object]:
+    def run(dtype: torch.dtype) -> None:
+        expert_attention.expert_attention(
+            _new(dtype, batch, 16, pixels),
+            _new(dtype, experts, pixels, 100),
+            _new(dtype, experts, 100),
+            _new(dtype, experts, 100, 3, 3, 100),
+            _new(dtype, experts, 3, 3, 100),
+            _new(torch.float32, experts) if gated else None,
+            0.2,
+        )
+
+    return run
+
+
 CALLS = [
+    Call("expert_attention", "cifar K=32 B=256, gated", _expert_attention(256, 32, 192, True)),
+    Call("expert_attention", "mnist K=32 B=64, gated", _expert_attention(64, 32, 49, True)),
+    Call("expert_attention", "mnist K=31 B=10, all K", _expert_attention(10, 31, 49, False)),
     Call("dkf_fuse", "mnist K=31 B=64", _dkf_fuse((31,))),
     Call("dkf_fuse", "mnist K=31 B=64, per head", _dkf_fuse((31, 3))),
 ]

@@ -200,7 +200,7 @@ def too_large(op: str, args: tuple) -> str | None:
 def dkf_fuse(features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
     """See levit_kernels.dkf_fuse."""
     rows, experts, length, width = features.shape
-    per_image = _per_image(gates)
+    per_image = gating.expand(gates)
     batch, heads = rows if index is None else len(index), per_image.shape[2]
     out = features.new_empty(batch, length, width, dtype=torch.promote_types(features.dtype, gates.dtype))
     launch(
@@ -208,7 +208,7 @@ def dkf_fuse(features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | 
         (batch, ceil_div(length * width, BLOCK)),
         *(features, per_image, index, out, rows, experts, length * width, width, width // heads),
         *features.stride(),
-        *_gate_strides(per_image),
+        *gating.broadcast_strides(per_image),
         0 if index is None else index.stride(0),
         HEADS=heads,
         FLAT=_is_flat(features),
@@ -231,9 +231,9 @@ def dkf_fuse_backward(
     """Gradients of features and gates, those that `needs` names."""
     grads = []
     if needs[0]:
-        grads.append(_feature_gradient(grad, features, _per_image(gates), index))
+        grads.append(_feature_gradient(grad, features, gating.expand(gates), index))
     if needs[1]:
-        grads.append(gating.reduce_like(_gate_gradient(grad, features, _per_image(gates), index), gates))
+        grads.append(gating.reduce_like(_gate_gradient(grad, features, gating.expand(gates), index), gates))
     return grads
 
 
@@ -279,22 +279,13 @@ def _feature_gradient(
         (rows * experts, ceil_div(length * width, BLOCK)),
         *(grad, per_image, order, starts, out, experts, length * width, width, width // per_image.shape[2]),
         *grad.stride(),
-        *_gate_strides(per_image),
+        *gating.broadcast_strides(per_image),
         FLAT_GRAD=_is_flat(grad),
         INDEXED=index is not None,
         BLOCK=BLOCK,
         num_warps=4,
     )
     return out
-
-
-def _per_image(gates: torch.Tensor) -> torch.Tensor:
-    return gating.expand(gates)
-
-
-def _gate_strides(per_image: torch.Tensor) -> tuple[int, int, int]:
-    """Of [B or 1, K, H or 1]: a single row or head serves all."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(per_image.shape, per_image.stride(), strict=True))
 
 
 def _is_flat(x: torch.Tensor) -> bool:
