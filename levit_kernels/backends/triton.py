@@ -27,10 +27,13 @@ def _kernel(module: str, function: str) -> Callable[..., Any]:
     return run
 
 
-OPS = {
-    "dkf_fuse": _kernel("dkf_fuse", "dkf_fuse"),
-    "dkf_fuse_backward": _kernel("dkf_fuse", "dkf_fuse_backward"),
+_FUNCTIONS = {
+    "expert_attention": ("expert_attention",),
+    "dkf_fuse": ("dkf_fuse", "dkf_fuse_backward"),
+    "latent_distance": ("latent_distance", "latent_distance_backward"),
+    "expansion_distances": ("expansion_distances", "expansion_distances_backward"),
 }
+OPS = {name: _kernel(module, name) for module, names in _FUNCTIONS.items() for name in names}
 
 
 def interpreting() -> bool:

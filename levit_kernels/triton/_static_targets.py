@@ -71,13 +71,14 @@ class Resources:
 def compile_for(launch: Launch, target: str, size: str, dtype: str) -> Resources:
     """Compiles and measures; the launch is specialised as Triton would do it at run time."""
     signature, constants, attributes, options = specialise(launch)
+    options["num_warps"] = launch.threads // TARGETS[target].warp_size
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     began = time.perf_counter()
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     seconds = time.perf_counter() - began
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     if target.startswith("sm_"):
-        registers, spilled, instructions = _nvidia(compiled.asm["cubin"])
+        registers, spilled, instructions = _nvidia(compiled.asm["cubin"], launch.kernel.__name__)
         occupancy = _nvidia_occupancy(registers, shared, warps, target)
     else:
         registers, spilled, instructions = _amd(compiled.asm["amdgcn"])
@@ -123,7 +124,7 @@ def _type(value: Any) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _nvidia(cubin: bytes) -> tuple[int, int, Counter]:
+def _nvidia(cubin: bytes, name: str) -> tuple[int, int, Counter]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -131,8 +132,9 @@ def _nvidia(cubin: bytes) -> tuple[int, int, Counter]:
         assembly = _tool("nvdisasm", "-c", file.name)
     found = re.finditer(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", assembly, re.MULTILINE)
     instructions = Counter(m.group(1) for m in found)
+    registers = int(re.search(rf"Function {name}:\s+REG:(\d+)", usage).group(1))
     # the frame that cuobjdump calls STACK also holds what an assertion prints: the accesses tell
-    return int(re.search(r"REG:(\d+)", usage).group(1)), 4 * (instructions["STL"] + instructions["LDL"]), instructions
+    return registers, 4 * (instructions["STL"] + instructions["LDL"]), instructions
 
 
 def _tool(name: str, *arguments: str) -> str:

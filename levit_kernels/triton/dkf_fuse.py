@@ -187,7 +187,7 @@ def _by_features(
     tl.store(out + tl.program_id(0).to(tl.int64) * numbers + r, total.to(out.dtype.element_ty), mask=inside)
 
 
-_OPTIONS = {"num_warps": 4, "sanitize_overflow": False}
+_OPTIONS = {"threads": 128, "sanitize_overflow": False}
 MOST_HEADS = 64
 
 
@@ -283,7 +283,7 @@ def _feature_gradient(
         FLAT_GRAD=_is_flat(grad),
         INDEXED=index is not None,
         BLOCK=BLOCK,
-        num_warps=4,
+        threads=128,
     )
     return out
 

@@ -180,7 +180,7 @@ class Tile:
     Q1: int
     Q2: int
     BLOCK_D: int
-    num_warps: int
+    threads: int
 
 
 def too_large(op: str, args: tuple) -> str | None:
@@ -205,7 +205,7 @@ def tile_for(patches: torch.Tensor, w_qkv: torch.Tensor) -> Tile:
         BLOCK_P=min(32, power_of_two(pixels, 16)),
         **dict(zip(("Q0", "Q1", "Q2"), pieces(width), strict=True)),
         BLOCK_D=power_of_two(depth, 16),
-        num_warps=8,
+        threads=256,
     )
 
 

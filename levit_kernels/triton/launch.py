@@ -15,12 +15,13 @@ _listener: ContextVar[Listener | None] = ContextVar("levit_kernels_triton_listen
 
 
 class Launch(NamedTuple):
-    """A kernel with everything it is started with; `meta` holds constexprs, num_warps and num_stages."""
+    """A kernel with everything it is started with; `meta` holds constexprs and compiler options."""
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple
     meta: dict[str, Any]
+    threads: int
 
 
 @contextmanager
@@ -33,16 +34,19 @@ def listening(listener: Listener) -> Iterator[None]:
         _listener.reset(token)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-    """Starts `kernel` on the device of its first tensor; an empty grid is no launch."""
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, threads: int, **meta: Any) -> None:
+    """Starts `kernel` on the device of its first tensor; an empty grid is no launch.
+
+    `threads`, not warps: AMD's have twice as many lanes, and what a thread holds in registers is what matters.
+    """
     if 0 in grid:
         return
     listener = _listener.get()
-    if listener is not None and not listener(Launch(kernel, grid, args, meta)):
+    if listener is not None and not listener(Launch(kernel, grid, args, meta, threads)):
         return
     device = next(x.device for x in args if isinstance(x, torch.Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*args, **meta)
+        kernel[grid](*args, num_warps=threads // (64 if torch.version.hip else 32), **meta)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
