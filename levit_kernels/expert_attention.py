@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from . import gates as gating
 from ._check import Shapes, at_least_float32
 from ._register import below_autograd, cast_floats, define, once_differentiable, place
-from .backends.registry import forced_here, inherited, run
+from .backends.registry import choose, forced_here, inherited, run
 
 _TENSORS = (
     "Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_qkv, Tensor b_qkv, Tensor? gates, float negative_slope"
@@ -157,13 +157,15 @@ def _backward_fake(grad: torch.Tensor, *args: Any) -> list[torch.Tensor]:
 
 
 class _ExpertAttention(torch.autograd.Function):
-    """One expert (the active one) keeps tokens, q, k, v and attention; of several, each is recomputed in its turn."""
+    """One expert (the active one) keeps tokens, q, k, v and attention, unless its backend would rather recompute them
+    than read them back; of several, each is recomputed in its turn.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         ctx.backend, ctx.negative_slope = forced_here(), args[6]
         with below_autograd():
-            if args[1].shape[0] == 1:
+            if args[1].shape[0] == 1 and "expert_attention_train" in choose("expert_attention", args).ops:
                 out, *saved = _train(*args)
             else:
                 out, saved = _forward(*args), ()

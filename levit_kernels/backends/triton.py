@@ -29,6 +29,7 @@ def _kernel(module: str, function: str) -> Callable[..., Any]:
 
 _FUNCTIONS = {
     "expert_attention": ("expert_attention",),
+    "expert_attention_backward": ("expert_attention_backward",),
     "dkf_fuse": ("dkf_fuse", "dkf_fuse_backward"),
     "latent_distance": ("latent_distance", "latent_distance_backward"),
     "elbo_loss": ("elbo_loss", "elbo_loss_backward"),

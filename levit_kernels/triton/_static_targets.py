@@ -70,6 +70,8 @@ class Resources:
 
 def compile_for(launch: Launch, target: str, size: str, dtype: str) -> Resources:
     """Compiles and measures; the launch is specialised as Triton would do it at run time."""
+    if target.startswith("gfx") and "PRECISION" in launch.meta:  # see launch.dot_precision
+        launch = launch._replace(meta={**launch.meta, "PRECISION": "ieee"})
     signature, constants, attributes, options = specialise(launch)
     options["num_warps"] = launch.threads // TARGETS[target].warp_size
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -83,14 +85,10 @@ def compile_for(launch: Launch, target: str, size: str, dtype: str) -> Resources
     else:
         registers, spilled, instructions = _amd(compiled.asm["amdgcn"])
         occupancy = _amd_occupancy(registers, shared, warps)
-    dots = "tt.dot" in compiled.asm["ttir"]
-    # full float32 products have no unit on NVIDIA's GPUs
-    exact = "inputPrecision = tf32" not in compiled.asm["ttir"] and target.startswith("sm_")
-    in_float32 = bool(re.search(r"tt\.dot [^\n]*tensor<[0-9x]*xf32> \* tensor", compiled.asm["ttir"]))
     return Resources(
         _name(launch),
         *(size, dtype, target, warps, registers, spilled, shared, occupancy, instructions, seconds),
-        needs_matrix=dots and not (in_float32 and exact),
+        needs_matrix="tt.dot" in compiled.asm["ttir"],
         key=(target, launch.kernel.__name__, str(signature), str(constants), str(attributes), str(options)),
     )
 

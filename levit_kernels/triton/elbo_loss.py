@@ -103,7 +103,9 @@ def _reconstruct(
     target = images + image[:, None] * stride_im + n[None, :] * stride_if
     error -= tl.load(target, mask=inside, other=0).to(tl.float32)
     if BACKWARD:
-        weight = tl.load(grad + image * stride_db + k * stride_dk, mask=m < rows, other=0).to(tl.float32) * (2 / samples)
+        weight = tl.load(grad + image * stride_db + k * stride_dk, mask=m < rows, other=0).to(tl.float32) * (
+            2 / samples
+        )
         where = out + (k * rows + m)[:, None] * pixels + n[None, :]
         tl.store(where, (error * weight[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
@@ -213,14 +215,12 @@ def _codes(
     return codes, kl
 
 
-def _last_layer(
-    x: torch.Tensor, images: torch.Tensor, decoder: Tensors, grad: torch.Tensor | None
-) -> torch.Tensor:
+def _last_layer(x: torch.Tensor, images: torch.Tensor, decoder: Tensors, grad: torch.Tensor | None) -> torch.Tensor:
     """Squared errors `[K,blocks,S*B]`, or with the losses' gradient `[B,K]` the reconstruction's `[K,S*B,F]`."""
     w, b = decoder[4:]
     experts, rows, depth = x.shape
     batch, pixels = images.shape
-    tile = matmuls.tile(x.dtype == torch.float32, depth)
+    tile = matmuls.tile(depth)
     blocks = ceil_div(pixels, tile["BLOCK_N"])
     if grad is None:
         out = x.new_empty(experts, blocks, rows, dtype=torch.float32)

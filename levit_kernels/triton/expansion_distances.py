@@ -176,7 +176,7 @@ def _distances(
         NOISY=noise is not None,
         BLOCK_M=block_m,
         BLOCK_L=block_l,
-        BLOCK_D=16 if x.dtype == torch.float32 else 32,
+        BLOCK_D=min(32, power_of_two(depth, 16)),
         PRECISION=dot_precision(x.dtype),
         threads=128,
     )

@@ -195,7 +195,7 @@ def tile_for(patches: torch.Tensor, w_qkv: torch.Tensor) -> Tile:
     """The default configuration."""
     _, length, pixels = patches.shape
     _, width, _, heads, depth = w_qkv.shape
-    rows = power_of_two(length, ROWS)
+    rows = power_of_two(length, 16 if patches.dtype == torch.float32 else ROWS)
     return Tile(
         GROUP=max(n for n in (1, 2, 3) if heads % n == 0),
         ROWS=rows,

@@ -50,8 +50,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, threads: int, **meta:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """`input_precision` of tl.dot: float32 products are exact unless torch allows TF32 for its own."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """`input_precision` of tl.dot. Where torch does not allow TF32, NVIDIA's matrix units take float32 numbers as sums of
+    two TF32 numbers each, which loses nothing that float32 sums would keep; plain FMA loops want more registers for
+    their operands than there are. AMD's units take float32 as it is.
+    """
+    if dtype != torch.float32 or torch.version.hip:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -145,7 +145,6 @@ def matmul(
     experts, (rows, depth), columns = len(b), a.shape[1:], b.shape[2]
     out = a.new_empty(1 if summed else experts, rows, columns, dtype=dtype or a.dtype)
     a2, b2 = second or (None, None)
-    exact = a.dtype == torch.float32
     launch(
         _matmul,
         (ceil_div(rows, 64), ceil_div(columns, 64), len(out)),
@@ -158,7 +157,7 @@ def matmul(
         SUMMED=summed,
         BIASED=bias is not None,
         THEN=then.value,
-        **tile(exact, depth),
+        **tile(depth),
         PRECISION=dot_precision(a.dtype),
     )
     return out
@@ -175,6 +174,6 @@ def strides(a: torch.Tensor, b: torch.Tensor, which: str = "") -> dict[str, int]
     return dict(zip(names, (*a.stride()[1:], *b.stride()[1:]), strict=True))
 
 
-def tile(exact: bool, depth: int) -> dict[str, int]:
-    """The default configuration; exact float32 products have no matrix unit and want shallow tiles."""
-    return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": min(16 if exact else 32, power_of_two(depth, 16)), "threads": 128}
+def tile(depth: int) -> dict[str, int]:
+    """The default configuration."""
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": min(32, power_of_two(depth, 16)), "threads": 128}

@@ -1,9 +1,10 @@
 """What Triton's interpreter does not do as the hardware does, mended: it truncates to bfloat16 instead of rounding to
-the nearest, and multiplies the bit patterns of bfloat16 numbers as if they were integers.
+the nearest, multiplies the bit patterns of bfloat16 numbers as if they were integers, and knows no TF32.
 """
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir as _ir
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -25,7 +26,16 @@ def _cast(builder, src, dst_type, convert):
 
 def _dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
     a, b = (from_bfloat16(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32) for x in (a, b))
-    return TensorHandle(np.matmul(a, b) + d.data, d.dtype.scalar)
+    if input_precision != _ir.INPUT_PRECISION.TF32x3:
+        return TensorHandle(np.matmul(a, b) + d.data, d.dtype.scalar)
+    (a, a_rest), (b, b_rest) = ((high, to_tf32(x - high)) for x in (a, b) for high in [to_tf32(x)])
+    small = np.nan_to_num(np.matmul(a_rest, b) + np.matmul(a, b_rest))  # infinities leave NaN there
+    return TensorHandle(small + np.matmul(a, b) + d.data, d.dtype.scalar)
+
+
+def to_tf32(x):
+    """What the matrix units see of float32 numbers: the low 13 bits are cut off."""
+    return (np.ascontiguousarray(x).view(np.uint32) & 0xFFFFE000).view(np.float32)
 
 
 def to_bfloat16(x):
