@@ -1,4 +1,4 @@
-"""elbo_loss: the VAEs layer by layer over all experts; the last layer is summed up on chip, so no reconstruction exists."""
+"""elbo_loss: the VAEs layer by layer, all experts at once; the last is summed on chip, no reconstruction exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from . import matmul as matmuls
-from .latent_distance import load_rows
 from .launch import ceil_div, dot_precision, launch, power_of_two
 from .matmul import product
 from .vae import LEAST, MOST, clamp_logsigma, decode_backward, decode_hidden, encode, encode_backward
@@ -300,4 +299,4 @@ def _by_encoder_outputs(
 
 def _tile(latent: int) -> dict[str, int]:
     block_l = power_of_two(latent)
-    return {"BLOCK_M": max(1, 2048 // block_l), "BLOCK_L": block_l, "threads": 128}
+    return {"BLOCK_M": max(1, 1024 // block_l), "BLOCK_L": block_l, "threads": 128}

@@ -1,4 +1,4 @@
-"""expansion_distances: two hidden layers over all experts, then codes and distances in one kernel: no code is written."""
+"""expansion_distances: two hidden layers of all experts, then codes and distances in one kernel: no code is written."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def expansion_distances_backward(
     by_query = query.new_empty(query.shape) if needs_query else None
     by_noise = noise.new_empty(noise.shape) if needs_noise else None
     block_l = power_of_two(latent)
-    block_m = max(1, 2048 // block_l)
+    block_m = max(1, 1024 // block_l)
     launch(
         _by_codes,
         (ceil_div(samples, block_m),),

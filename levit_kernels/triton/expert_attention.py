@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .. import gates as gating
 from .attention_tile import attend, embed, project
-from .launch import ceil_div, dot_precision, launch, power_of_two
+from .launch import ceil_div, dot_precision, launch, near, power_of_two
 
 
 @triton.jit
@@ -219,6 +219,18 @@ def pieces(width: int) -> tuple[int, int, int]:
     return tuple(found) if found[1] != found[2] or not found[2] else (found[0], 2 * found[1], 0)
 
 
+def useful_share(patches: torch.Tensor, w_qkv: torch.Tensor) -> float:
+    """Arithmetic that equations 2 and 3 need over what the tiles compute, padding and scores across images included."""
+    _, length, pixels = patches.shape
+    _, width, _, heads, depth = w_qkv.shape
+    tile = tile_for(patches, w_qkv)
+    useful = length * (pixels * width + heads * depth * (3 * width + 2 * length))
+    padded = tile.Q0 + tile.Q1 + tile.Q2
+    embedding = ceil_div(pixels, tile.BLOCK_P) * tile.BLOCK_P * padded * (heads // tile.GROUP)
+    computed = tile.ROWS * (embedding + heads * tile.BLOCK_D * (3 * padded + 2 * tile.ROWS))
+    return useful * tile.IMAGES / computed
+
+
 def expert_attention(
     patches: torch.Tensor,
     w_embed: torch.Tensor,
@@ -231,6 +243,7 @@ def expert_attention(
     """See levit_kernels.expert_attention."""
     batch, length, pixels = patches.shape
     experts, width, _, heads, depth = w_qkv.shape
+    w_embed, b_embed, w_qkv, b_qkv = (near(x) for x in (w_embed, b_embed, w_qkv, b_qkv))
     tile = tile_for(patches, w_qkv)
     tiles = ceil_div(batch, tile.IMAGES)
     if gates is None:

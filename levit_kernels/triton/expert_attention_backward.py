@@ -13,7 +13,7 @@ import triton.language as tl
 from .. import gates as gating
 from .attention_tile import attend, embed, project
 from .expert_attention import strides_of, tile_for
-from .launch import ceil_div, dot_precision, launch
+from .launch import ceil_div, dot_precision, launch, near
 from .matmul import LEAKY_BACKWARD, matmul
 
 SCRATCH_BYTES = 256 << 20  # of tokens and of the gradients of queries, keys and values at a time
@@ -158,9 +158,10 @@ def expert_attention_backward(
     saved: list[torch.Tensor],
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    """Gradients of the tensor arguments that `needs` names, in their order. Everything is recomputed: nothing is saved."""
+    """Gradients of the tensor arguments that `needs` names, in their order; nothing was saved, all is recomputed."""
     batch, length, _ = patches.shape
     experts, width, _, heads, depth = w_qkv.shape
+    w_embed, b_embed, w_qkv, b_qkv = (near(x) for x in (w_embed, b_embed, w_qkv, b_qkv))
     numbers = batch * length * (width + 3 * heads * depth)
     step = max(1, SCRATCH_BYTES // (numbers * patches.element_size())) if any(needs[:5]) else experts
     per_image = None if gates is None else gating.expand(gates)

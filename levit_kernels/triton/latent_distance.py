@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .launch import ceil_div, launch, power_of_two
 
-BLOCK = 4096  # numbers of a tile
+BLOCK = 1024  # numbers of a tile: 8 per thread, of which several are held
 MOST_LATENT = 1024
 
 

@@ -1,8 +1,8 @@
 """Products of stacked matrices with what follows them: the layers of K small networks, forward and backward.
 
-Views do the transposing, so one kernel serves x @ w, grad @ w.T and x.T @ grad. Strides within a matrix are compile-time
-constants: only then does the compiler know that rows of 200 numbers may be read 16 bytes at a time. Every output is
-summed by one program in a fixed order.
+Views do the transposing, so one kernel serves x @ w, grad @ w.T and x.T @ grad. Strides within a matrix are constants
+of the compiler: only then does it know that rows of 200 numbers may be read 16 bytes at a time. Every output is summed
+by one program in a fixed order.
 """
 
 from __future__ import annotations

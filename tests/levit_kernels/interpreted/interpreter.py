@@ -5,14 +5,16 @@ the nearest, multiplies the bit patterns of bfloat16 numbers as if they were int
 import numpy as np
 import triton.language as tl
 from triton._C.libtriton import ir as _ir
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 
 def mend():
-    """Replaces the interpreter's conversion and product."""
+    """Replaces the interpreter's conversion and product, and spares it a copy."""
     convert = InterpreterBuilder.cast_impl
     InterpreterBuilder.cast_impl = lambda self, src, dst: _cast(self, src, dst, convert)
     InterpreterBuilder.create_dot = _dot
+    # copies every tensor's whole memory onto itself after every launch: everything is on the CPU already
+    GridExecutor._restore_args_dev = lambda *_: None
 
 
 def _cast(builder, src, dst_type, convert):
@@ -34,8 +36,9 @@ def _dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
 
 
 def to_tf32(x):
-    """What the matrix units see of float32 numbers: the low 13 bits are cut off."""
-    return (np.ascontiguousarray(x).view(np.uint32) & 0xFFFFE000).view(np.float32)
+    """The nearest number of 11 bits, as `cvt.rna.tf32.f32` makes it; infinities and NaN stay."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    return np.where(np.isfinite(x), (bits + 0x1000) & 0xFFFFE000, bits).astype(np.uint32).view(np.float32)
 
 
 def to_bfloat16(x):
