@@ -195,9 +195,10 @@ def tile_for(patches: torch.Tensor, w_qkv: torch.Tensor) -> Tile:
     """The default configuration."""
     _, length, pixels = patches.shape
     _, width, _, heads, depth = w_qkv.shape
-    rows = power_of_two(length, 16 if patches.dtype == torch.float32 else ROWS)
+    wide = patches.dtype == torch.float32  # its numbers, cut in two for the matrix units, fill twice the registers
+    rows = power_of_two(length, ROWS // 2 if wide else ROWS)
     return Tile(
-        GROUP=max(n for n in (1, 2, 3) if heads % n == 0),
+        GROUP=1 if wide else max(n for n in (1, 2, 3) if heads % n == 0),
         ROWS=rows,
         IMAGES=rows // length,
         BLOCK_I=power_of_two(rows // length),

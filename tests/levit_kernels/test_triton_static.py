@@ -1,12 +1,17 @@
 """What Triton's compiler emits for GPUs that are not here: nothing spilled, matrix units where products are."""
 
+import dataclasses
+from collections import Counter
+
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from levit_kernels.triton import static
 from levit_kernels.triton._static_calls import CALLS, DTYPES
 from levit_kernels.triton._static_targets import TARGETS
+from levit_kernels.triton.expert_attention import pieces, useful_share
 
 OPS = sorted({call.op for call in CALLS})
 
@@ -26,3 +31,24 @@ def test_default_configurations(op):
 @pytest.mark.parametrize("op", OPS)
 def test_default_configurations_everywhere(op, target):
     gate(op, [target], list(DTYPES))
+
+
+def test_useful_share_of_expert_attention_at_the_cifar_size():
+    patches = torch.empty(256, 16, 192, dtype=torch.bfloat16, device="meta")
+    w_qkv = torch.empty(32, 100, 3, 3, 100, device="meta")
+    assert useful_share(patches, w_qkv) >= 0.65
+
+
+def test_the_gate_sees_spills_and_products_without_matrix_units():
+    fine = static.Resources("k", "s", "d", "sm_90", 4, 64, 0, 0, 1.0, Counter(HMMA=3, STG=1), 0.1, True, ())
+    assert fine.failure is None and fine.matrix_instructions == 3
+    assert dataclasses.replace(fine, spilled=8).failure == "8 bytes of registers spilled"
+    assert "matrix units" in dataclasses.replace(fine, instructions=Counter(FFMA=9)).failure
+
+
+def test_pieces_hold_a_width_with_little_padding():
+    for width in range(1, 257):
+        parts = pieces(width)
+        assert sum(parts) >= width and all(p == 0 or (p >= 16 and p & (p - 1) == 0) for p in parts)
+        assert sum(parts) == -(-width // 16) * 16 or sum(parts) < 1.15 * width + 16
+    assert pieces(100) == (64, 32, 16)
