@@ -74,7 +74,7 @@ def far(x, dim):
 
 
 FAR = [("dkf_fuse", 0, dim) for dim in range(4)] + [("latent_distance", 0, dim) for dim in range(3)]
-FAR += [("expert_attention", 0, dim) for dim in range(3)] + [("expert_attention", 1, dim) for dim in range(3)]
+FAR += [("expert_attention", *where) for where in ((0, 0), (0, 2), (1, 0), (1, 1))]
 
 
 @pytest.mark.parametrize("op, position, dim", FAR)

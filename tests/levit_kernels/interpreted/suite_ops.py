@@ -10,11 +10,11 @@ QUICK = {
         expert_attention-odd-BKH-zeros expert_attention-one-token-KH-zeros expert_attention-one-token-none
         expert_attention-ones-BK1 dkf_fuse-all-rows-K dkf_fuse-odd-BKH dkf_fuse-odd-KH-zeros dkf_fuse-one-row-BK1-zeros
         dkf_fuse-ones-K latent_distance-cifar latent_distance-odd latent_distance-ones expansion_distances-odd
-        expansion_distances-one-expert expansion_distances-ones elbo_loss-one-expert elbo_loss-ones
+        expansion_distances-mean-codes expansion_distances-ones elbo_loss-one-expert elbo_loss-ones
     """.split(),
     "bf16": """
-        expert_attention-odd-none expert_attention-one-token-BK1-zeros dkf_fuse-all-rows-BKH dkf_fuse-odd-K
-        latent_distance-odd expansion_distances-mean-codes elbo_loss-odd
+        expert_attention-one-token-none expert_attention-one-token-BK1-zeros dkf_fuse-all-rows-BKH dkf_fuse-odd-K
+        latent_distance-odd expansion_distances-one-expert elbo_loss-one-expert
     """.split(),
     "f16": """
         expert_attention-one-token-K dkf_fuse-all-rows-KH latent_distance-odd expansion_distances-one-expert
