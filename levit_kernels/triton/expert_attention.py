@@ -8,13 +8,14 @@ gates are given. Few images make few programs: the experts are then split over s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from .. import gates as gating
+from . import tuning
 from .attention_tile import attend, embed, project
 from .launch import ceil_div, dot_precision, launch, near, power_of_two
 
@@ -210,6 +211,17 @@ def tile_for(patches: torch.Tensor, w_qkv: torch.Tensor) -> Tile:
     )
 
 
+def tiles_for(patches: torch.Tensor, w_qkv: torch.Tensor) -> list[Tile]:
+    """The default configuration and the others that tuning tries."""
+    default = tile_for(patches, w_qkv)
+    length, rows = patches.shape[1], default.ROWS // 2
+    found = [default, replace(default, threads=default.threads // 2), replace(default, GROUP=1)]
+    if rows >= max(16, length):
+        images = rows // length
+        found.append(replace(default, ROWS=rows, IMAGES=images, BLOCK_I=power_of_two(images)))
+    return list(dict.fromkeys(found))
+
+
 def pieces(width: int) -> tuple[int, int, int]:
     """Up to three falling powers of two, each at least 16, that hold `width` columns with the least padding."""
     left, found = ceil_div(width, 16) * 16, []
@@ -242,10 +254,28 @@ def expert_attention(
     negative_slope: float,
 ) -> torch.Tensor:
     """See levit_kernels.expert_attention."""
+    w_embed, b_embed, w_qkv, b_qkv = (near(x) for x in (w_embed, b_embed, w_qkv, b_qkv))
+    args = (patches, w_embed, b_embed, w_qkv, b_qkv, gates, negative_slope)
+    bucket = (patches.dtype, tuning.bucket_of(len(patches)), tuning.bucket_of(len(w_qkv)), gates is None)
+    bucket += (*patches.shape[1:], *w_qkv.shape[1:])
+    tile = tuning.choose(
+        "expert_attention", bucket, tiles_for(patches, w_qkv), lambda tile: _run(tile, *args), patches.device
+    )
+    return _run(tile, *args)
+
+
+def _run(
+    tile: Tile,
+    patches: torch.Tensor,
+    w_embed: torch.Tensor,
+    b_embed: torch.Tensor,
+    w_qkv: torch.Tensor,
+    b_qkv: torch.Tensor,
+    gates: torch.Tensor | None,
+    negative_slope: float,
+) -> torch.Tensor:
     batch, length, pixels = patches.shape
     experts, width, _, heads, depth = w_qkv.shape
-    w_embed, b_embed, w_qkv, b_qkv = (near(x) for x in (w_embed, b_embed, w_qkv, b_qkv))
-    tile = tile_for(patches, w_qkv)
     tiles = ceil_div(batch, tile.IMAGES)
     if gates is None:
         splits, per_image, gate_strides = experts, None, (0, 0, 0)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ._static_calls import CALLS, DTYPES, launches
+from ._static_calls import CALLS, DTYPES, Call, launches
 from ._static_targets import TARGETS, Resources, compile_for
 
 _COLUMNS = (
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     print(_line(_COLUMNS))
     failed = 0
-    for found in measure(options.only, options.targets, options.dtypes):
+    calls = [call for call in CALLS if not options.only or any(name in call.op for name in options.only)]
+    for found in measure(calls, options.targets, options.dtypes):
         failed += found.failure is not None
         print(_line(_cells(found)) + (f"  FAILED: {found.failure}" if found.failure else ""), flush=True)
         if options.instructions:
@@ -53,11 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed > 0)
 
 
-def measure(only: Sequence[str], targets: Sequence[str], dtypes: Sequence[str]) -> Iterator[Resources]:
-    """Compiles the kernels of all chosen calls, each once per target."""
-    for call in CALLS:
-        if only and not any(name in call.op for name in only):
-            continue
+def measure(calls: Sequence[Call], targets: Sequence[str], dtypes: Sequence[str]) -> Iterator[Resources]:
+    """Compiles the kernels of the calls, each once per target."""
+    for call in calls:
         for dtype in dtypes:
             seen = set()
             for started in launches(call, DTYPES[dtype]):

@@ -196,7 +196,7 @@ def test_info_says_who_takes_each_op_and_why(capsys, monkeypatch):
         assert f"  {op}: {pick(op)}\n" in table
     assert table.count("this version has no cuda kernels") == len(OPS)
     assert "float16 on a CPU is left to the reference" in told
-    assert ("takes it" if NATIVE else WHY_NOT) in table.split("latent_distance:")[1].split("torch ")[0]
+    assert ("takes it" if NATIVE else WHY_NOT) in table.split("latent_distance:")[1].split("\n    torch ")[0]
     monkeypatch.setenv("LEVIT_KERNELS_BACKEND", "cuda")
     info.main()
     assert "dkf_fuse: none (levit_kernels.dkf_fuse: backend 'cuda' was forced but cannot run" in capsys.readouterr().out
