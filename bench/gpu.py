@@ -43,6 +43,16 @@ class Report:
         self.rows.append({"step": step, **row})
         print("  ", *(f"{key}={value}" for key, value in row.items()), flush=True)
 
+    def shares(self, dtype: str, tflops: float, gbs: float) -> dict[str, float]:
+        """Of the ceilings that this run measured, in per cent."""
+        ceilings = {row["what"]: row for row in self.rows if row["step"] == "ceiling"}
+        shares = {}
+        if f"matmul {dtype}" in ceilings:
+            shares["%_of_matmul"] = round(100 * tflops / ceilings[f"matmul {dtype}"]["tflops"], 1)
+        if "copy" in ceilings:
+            shares["%_of_copy"] = round(100 * gbs / ceilings["copy"]["gbs"], 1)
+        return shares
+
     def save(self, folder: Path) -> list[Path]:
         """gpu.json, gpu.csv and gpu.md in `folder`; an interrupted run leaves earlier files whole."""
         head = report.stamp() | {"device": self.device}
@@ -190,6 +200,7 @@ def _time(case: GpuCase, dtype: str) -> Callable[[Report, float], None]:
                 row = {"first_call_s": round(first, 2), "median_us": round(seconds * 1e6, 2)}
                 row |= {"tflops": round(case.flops / seconds / 1e12, 2)}
                 row |= {"gbs": round(width * case.numbers / seconds / 1e9, 1)}
+                row |= found.shares(dtype, row["tflops"], row["gbs"])
                 eager = medians.get("reference, plain")
                 row |= {"over_reference": round(eager / seconds, 2)} if eager else {}
                 found.add("time", op=case.op, size=case.size, dtype=dtype, variant=name, how=how, status="ok", **row)

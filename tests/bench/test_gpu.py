@@ -69,6 +69,15 @@ def test_it_stays_inside_its_minutes_and_a_failure_does_not_end_it(tmp_path):
     assert text.startswith("# toy, 20") and "| c, d | ok |" in text and "- not run, no time was left: too long" in text
 
 
+def test_shares_are_of_the_ceilings_of_this_run():
+    found = Report("toy")
+    assert found.shares("bfloat16", 10.0, 100.0) == {}
+    found.add("ceiling", what="copy", gbs=400.0)
+    found.add("ceiling", what="matmul bfloat16", tflops=40.0)
+    assert found.shares("bfloat16", 10.0, 100.0) == {"%_of_matmul": 25.0, "%_of_copy": 25.0}
+    assert found.shares("float32", 10.0, 100.0) == {"%_of_copy": 25.0}
+
+
 @pytest.mark.parametrize("op, make", TINY)
 def test_a_check_passes_what_is_right_and_fails_what_is_wrong(op, make, monkeypatch):
     case = gpu_cases.GpuCase(op, "tiny", make, 1, 1)
