@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import matmul as matmuls
-from .launch import ceil_div, dot_precision, launch, power_of_two
+from .launch import ceil_div, dot_precision, launch, near, power_of_two
 from .matmul import product
 from .vae import LEAST, MOST, clamp_logsigma, decode_backward, decode_hidden, encode, encode_backward
 
@@ -89,8 +89,8 @@ def _reconstruct(
 
     Forward: out [K,blocks,S*B], squared errors summed over BLOCK_N pixels. Backward: out [K,S*B,F], their gradient.
     """
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(2).to(tl.int64)
     inside = (m < rows)[:, None] & (n < pixels)[None, :]
     x += k * stride_xk
@@ -98,14 +98,14 @@ def _reconstruct(
     error = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     error = product(error, x, w, m, n, rows, pixels, depth, SA_M, SA_D, SB_D, SB_N, BLOCK_D, PRECISION)
     error += tl.load(b + k * stride_bk + n * stride_bf, mask=n < pixels, other=0).to(tl.float32)[None, :]
-    image = m % batch
-    target = images + image[:, None] * stride_im + n[None, :] * stride_if
+    image = (m % batch).to(tl.int64)
+    target = images + image[:, None] * stride_im + n.to(tl.int64)[None, :] * stride_if
     error -= tl.load(target, mask=inside, other=0).to(tl.float32)
     if BACKWARD:
         weight = tl.load(grad + image * stride_db + k * stride_dk, mask=m < rows, other=0).to(tl.float32) * (
             2 / samples
         )
-        where = out + (k * rows + m)[:, None] * pixels + n[None, :]
+        where = out + (k * rows + m.to(tl.int64))[:, None] * pixels + n[None, :]
         tl.store(where, (error * weight[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
         error = tl.where(inside, error, 0)
@@ -166,8 +166,12 @@ def _by_codes(
 
 def too_large(op: str, args: tuple) -> str | None:
     """Why no tile holds a call, or None."""
-    latent = args[1 + op.endswith("_backward")][4].shape[2]
-    return f"takes at most L = {MOST_LATENT}, got {latent}" if latent > MOST_LATENT else None
+    images, encoder, decoder, _, noise = args[op.endswith("_backward") :][:5]
+    latent, samples = encoder[4].shape[2], 1 if noise is None else len(noise)
+    if latent > MOST_LATENT:
+        return f"takes at most L = {MOST_LATENT}, got {latent}"
+    widest = max(x.shape[2] for x in (*encoder, *decoder) if x.ndim == 3)
+    return matmuls.too_many(samples * len(images), max(widest, images.shape[1]), "a layer of all codes")
 
 
 def elbo_loss(
@@ -216,7 +220,7 @@ def _codes(
 
 def _last_layer(x: torch.Tensor, images: torch.Tensor, decoder: Tensors, grad: torch.Tensor | None) -> torch.Tensor:
     """Squared errors `[K,blocks,S*B]`, or with the losses' gradient `[B,K]` the reconstruction's `[K,S*B,F]`."""
-    w, b = decoder[4:]
+    w, b = near(decoder[4]), decoder[5]
     experts, rows, depth = x.shape
     batch, pixels = images.shape
     tile = matmuls.tile(depth)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import matmul as matmuls
 from .latent_distance import load_rows
-from .launch import ceil_div, dot_precision, launch, power_of_two
+from .launch import ceil_div, dot_precision, launch, near, power_of_two
 from .matmul import product
 from .vae import LEAST, MOST, clamp_logsigma, encode, encode_backward, hidden
 
@@ -56,11 +56,11 @@ def _distance(
     PRECISION: tl.constexpr,
 ):
     """partial [K, blocks]: mean distance of BLOCK_M samples' codes, made of the second hidden layer x [K,M,D]."""
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.program_id(1).to(tl.int64)
     c = tl.arange(0, BLOCK_L)
     x += k * stride_xk
-    n = c.to(tl.int64)
+    n = c
     zeros = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
     code = product(
         zeros, x, w_mu + k * stride_mk, m, n, samples, latent, depth, SA_M, SA_D, SB_D, SB_N, BLOCK_D, PRECISION
@@ -138,8 +138,12 @@ def _by_codes(
 
 def too_large(op: str, args: tuple) -> str | None:
     """Why no tile holds a call, or None."""
-    latent = args[2 + op.endswith("_backward")].shape[1]
-    return f"takes at most L = {MOST_LATENT}, got {latent}" if latent > MOST_LATENT else None
+    images, encoder, query = args[op.endswith("_backward") :][:3]
+    latent = query.shape[1]
+    if latent > MOST_LATENT:
+        return f"takes at most L = {MOST_LATENT}, got {latent}"
+    widest = max(x.shape[2] for x in encoder if x.ndim == 3)
+    return matmuls.too_many(len(images), max(widest, images.shape[1]), "a layer of all images")
 
 
 def expansion_distances(
@@ -159,7 +163,7 @@ def _distances(
     images: torch.Tensor, encoder: Sequence[torch.Tensor], query: torch.Tensor, noise: torch.Tensor | None
 ) -> torch.Tensor:
     _, x = hidden(images, encoder)
-    w_mu, b_mu, w_logsigma, b_logsigma = encoder[4:]
+    w_mu, b_mu, w_logsigma, b_logsigma = (near(w) if w.ndim == 3 else w for w in encoder[4:])
     experts, samples, depth = x.shape
     block_m, block_l = 16, power_of_two(query.shape[1], 16)
     partial = x.new_empty(experts, ceil_div(samples, block_m), dtype=torch.float32)

@@ -102,7 +102,8 @@ def _forward(
     # hoisting the weights' offsets out of the loop would cost more registers than there are
     for k in tl.range(first, tl.minimum(first + experts_each, experts), disable_licm=True):
         expert = tl.zeros((), tl.int64) + k
-        used = True
+        # without gates too, a branch: it keeps the compiler from mixing one head's loads into another's registers
+        used = batch > 0
         if GATED:
             used = _any_gate(
                 gates + expert * stride_gk + first_head * stride_gh, batch, stride_gb, stride_gh, IMAGES, BLOCK_I, GROUP

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import ceil_div, dot_precision, launch, power_of_two
+from .launch import ceil_div, dot_precision, launch, near, power_of_two
 
 NONE, TANH, RELU, TANH_BACKWARD, RELU_BACKWARD, LEAKY_BACKWARD = (tl.constexpr(i) for i in range(6))
 
@@ -42,9 +42,9 @@ def product(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """total + a[m, :depth] @ b[:depth, n], in float32."""
+    """total + a[m, :depth] @ b[:depth, n], in float32; offsets within a matrix fit 32 bits, which saves registers."""
     for first in range(0, depth, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D).to(tl.int64)
+        d = first + tl.arange(0, BLOCK_D)
         left = tl.load(
             a + m[:, None] * SA_M + d[None, :] * SA_D, mask=(m < most_m)[:, None] & (d < depth)[None, :], other=0
         )
@@ -93,8 +93,8 @@ def _matmul(
     PRECISION: tl.constexpr,
 ):
     """out [K,M,N] = then(a [K,M,D] @ b [K,D,N] + a2 @ b2 + bias [K,N]); SUMMED: over K, out [1,M,N]."""
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(2).to(tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if SUMMED:
@@ -112,7 +112,7 @@ def _matmul(
         shift = tl.load(bias + first * stride_bias_k + n * stride_bias_n, mask=n < most_n, other=0)
         total += shift.to(tl.float32)[None, :]
     inside = (m < most_m)[:, None] & (n < most_n)[None, :]
-    dense = (first * most_m + m)[:, None] * most_n + n[None, :]
+    dense = (first * most_m + m.to(tl.int64))[:, None] * most_n + n[None, :]
     if THEN == TANH:
         total = tanh(total)
     if THEN == RELU:
@@ -142,6 +142,8 @@ def matmul(
     """a `[K or 1,M,D]` @ b `[K,D,N]` (+ second) + bias `[K,N]`, then the activation or, with the layer's dense output
     `saved`, its derivative -> `[K,M,N]`, or `[1,M,N]` summed over K.
     """
+    a, b = near(a), near(b)
+    second = second and (near(second[0]), near(second[1]))
     experts, (rows, depth), columns = len(b), a.shape[1:], b.shape[2]
     out = a.new_empty(1 if summed else experts, rows, columns, dtype=dtype or a.dtype)
     a2, b2 = second or (None, None)
@@ -161,6 +163,16 @@ def matmul(
         PRECISION=dot_precision(a.dtype),
     )
     return out
+
+
+MOST_NUMBERS = 2**31 - 1
+
+
+def too_many(rows: int, columns: int, what: str) -> str | None:
+    """Why a matrix [rows, columns] is too large for 32-bit offsets, or None."""
+    if rows * columns <= MOST_NUMBERS:
+        return None
+    return f"takes at most {MOST_NUMBERS} numbers in {what}, got {rows} x {columns}"
 
 
 def stride_k(x: torch.Tensor) -> int:
