@@ -166,7 +166,8 @@ def _backward_fake(grad: torch.Tensor, *args: Any) -> list[torch.Tensor]:
 
 
 class _ExpertAttention(torch.autograd.Function):
-    """One expert (the active one) keeps tokens, q, k, v and attention; of several, each is recomputed in its turn.
+    """One expert (the active one) keeps tokens, q, k, v and attention, unless its backend would rather recompute them
+    than read them back; of several, each is recomputed in its turn.
 
     How what is kept is laid out only the backend knows that kept it, and its backward pass is the one that runs.
     """
@@ -175,7 +176,7 @@ class _ExpertAttention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         ctx.backend, ctx.negative_slope = forced_here(), args[6]
         with below_autograd():
-            if args[1].shape[0] == 1:
+            if args[1].shape[0] == 1 and "expert_attention_train" in choose("expert_attention", args).ops:
                 ctx.backend = choose("expert_attention_train", args).name
                 out, *saved = _train(*args)
             else:

@@ -31,6 +31,11 @@ def expand(gates: torch.Tensor) -> torch.Tensor:
     return gates[None] if gates.ndim == 2 else gates
 
 
+def broadcast_strides(expanded: torch.Tensor) -> tuple[int, ...]:
+    """Strides of what `expand` returns, 0 where one image's or one head's gate serves all."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(expanded.shape, expanded.stride(), strict=True))
+
+
 def reduce_like(per_image: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """Gradients [B,K,H] -> the layout and dtype of `gates`: the transpose of `expand` followed by broadcasting."""
     if gates.ndim < 3:

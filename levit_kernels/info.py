@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -87,9 +88,18 @@ def _versions() -> list[str]:
     return [
         f"levit_kernels {__version__}",
         f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, HIP {torch.version.hip or 'none'}",
+        f"Triton {_version('triton') or 'none'}",
         f"Python {platform.python_version()}, {platform.platform()}",
         f"{ENVIRONMENT}: {_attempt(lambda: str(forced() or 'not set'))}",
     ]
+
+
+def _version(package: str) -> str | None:
+    """Of an installed distribution; it is not imported."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _machine() -> list[str]:

@@ -28,13 +28,15 @@ class BackendError(RuntimeError):
 @dataclass(frozen=True)
 class Backend:
     """A table of ops, and two answers: `unavailable()`, why it cannot run at all in this process, or None;
-    `refuse(op, args)`, why it does not take this call, or None.
+    `refuse(op, args)`, why it does not take this call, or None. `serves(device type)`,
+    whether it is for such tensors at all: where it is not, nobody needs to know why it is unavailable.
     """
 
     name: str
     ops: dict[str, Callable[..., Any]]
     refuse: Callable[[str, tuple], str | None]
     unavailable: Callable[[], str | None] = field(default=lambda: None)
+    serves: Callable[[str], bool] = field(default=lambda device: True)
 
     def reason_against(self, op: str, args: tuple) -> str | None:
         """Why this backend does not take the call, or None."""
@@ -42,11 +44,20 @@ class Backend:
             return (None if self.ops else self.unavailable()) or f"has no kernel for {op}"
         return self.unavailable() or self.refuse(op, args)
 
+    def missed(self, op: str, args: tuple) -> str | None:
+        """Why this backend cannot run in this process, if it is for such calls; else None."""
+        return self.unavailable() if op in self.ops and self.serves(device_of(args).type) else None
+
     def can_run(self, op: str, args: tuple, raise_error: bool = False) -> bool:
         """Whether this backend takes the call. Raises BackendError with the reason if not and `raise_error`."""
         if raise_error and (reason := self.reason_against(op, args)):
             raise BackendError(f"levit_kernels.{op}: backend '{self.name}' was forced but cannot run: {reason}")
-        return op in self.ops and self.unavailable() is None and self.refuse(op, args) is None
+        return (
+            op in self.ops
+            and self.serves(device_of(args).type)
+            and self.unavailable() is None
+            and self.refuse(op, args) is None
+        )
 
 
 def backends() -> dict[str, Backend]:
@@ -54,12 +65,10 @@ def backends() -> dict[str, Backend]:
     if not _backends:
         from . import cpu, reference
         from . import torch as torch_backend
+        from . import triton as triton_backend
 
-        for name in ("cuda", "triton"):
-            _backends[name] = Backend(
-                name, {}, lambda *_: None, lambda name=name: f"this version has no {name} kernels"
-            )
-        for module in (cpu, torch_backend, reference):
+        _backends["cuda"] = Backend("cuda", {}, lambda *_: None, lambda: "this version has no cuda kernels")
+        for module in (triton_backend, cpu, torch_backend, reference):
             _backends[module.BACKEND.name] = module.BACKEND
     return _backends
 
@@ -115,7 +124,7 @@ def choose(op: str, args: tuple) -> Backend:
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("%s: %s (%s)", op, backend.name, _reasons_against(op, args, before=backend.name))
             return backend
-        if op in backend.ops and backend.name not in _told and (reason := backend.unavailable()):
+        if backend.name not in _told and (reason := backend.missed(op, args)):
             _told.add(backend.name)
             warnings.warn(
                 f"levit_kernels: the '{backend.name}' backend would run {op} faster but is not available: {reason}",

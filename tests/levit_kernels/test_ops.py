@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from levit_kernels import BackendError
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {**DTYPES, "f16": torch.float16}
 REFUSED_BY_CPU = {(op, "bf16") for op in ("expert_attention", "latent_distance", "elbo_loss")}
 CASES = [pytest.param(op, sizes, id=f"{op}-{name}") for op in OPS for name, sizes in curated(op)]
 
@@ -18,8 +19,8 @@ CASES = [pytest.param(op, sizes, id=f"{op}-{name}") for op in OPS for name, size
 def draw(op, sizes, dtype, layout, grad_layout, seed):
     """-> arguments in their precision and layout, the gradient to propagate, oracle and plain result with gradients."""
     generator = torch.Generator().manual_seed(seed)
-    args = to_dtype(OPS[op].make(generator, **sizes), DTYPES[dtype])
-    if "gates" in sizes and dtype == "bf16":  # a bfloat16 store or weights under float32 gates
+    args = to_dtype(OPS[op].make(generator, **sizes), PRECISIONS[dtype])
+    if "gates" in sizes and dtype in ("bf16", "f16"):  # a store or weights in half precision under float32 gates
         where = 5 if op == "expert_attention" else 1
         gates = args[where]
         args = (*args[:where], None if gates is None else gates.float(), *args[where + 1 :])

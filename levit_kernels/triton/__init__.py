@@ -1,0 +1,1 @@
+"""Triton kernels, one file per op. Nothing here is imported before the `triton` backend runs its first call."""

@@ -1,0 +1,119 @@
+"""The calls whose kernels the static checks compile: every op at published sizes, on tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import (
+    dkf_fuse,
+    elbo_loss,
+    expansion_distances,
+    expert_attention,
+    expert_attention_backward,
+    latent_distance,
+)
+from .launch import Launch, listening
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op, the name of a size, and what runs it for a dtype."""
+
+    op: str
+    size: str
+    run: Callable[[torch.dtype], object]
+
+
+def launches(call: Call, dtype: torch.dtype) -> list[Launch]:
+    """The kernels that the call would start."""
+    started: list[Launch] = []
+    with listening(lambda launch: bool(started.append(launch))):
+        call.run(dtype)
+    return started
+
+
+def _new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _dkf_fuse(gate_shape: tuple[int, ...]) -> Callable[[torch.dtype], object]:
+    """A minibatch of 64 out of a memory of 2000, 31 frozen experts, split-mnist."""
+
+    def run(dtype: torch.dtype) -> None:
+        features, index = _new(dtype, 2000, 31, 16, 300), _new(torch.int64, 64)
+        gates = _new(torch.float32, *gate_shape)
+        out = dkf_fuse.dkf_fuse(features, gates, index)
+        dkf_fuse.dkf_fuse_backward(out, features, gates, index, [True, True])
+
+    return run
+
+
+def _attention_arguments(dtype: torch.dtype, batch: int, experts: int, pixels: int, gated: bool) -> tuple:
+    return (
+        _new(dtype, batch, 16, pixels),
+        _new(dtype, experts, pixels, 100),
+        _new(dtype, experts, 100),
+        _new(dtype, experts, 100, 3, 3, 100),
+        _new(dtype, experts, 3, 3, 100),
+        _new(torch.float32, experts) if gated else None,
+        0.2,
+    )
+
+
+def _expert_attention(*sizes: int | bool) -> Callable[[torch.dtype], object]:
+    return lambda dtype: expert_attention.expert_attention(*_attention_arguments(dtype, *sizes))
+
+
+def _expert_attention_backward(*sizes: int | bool) -> Callable[[torch.dtype], object]:
+    def run(dtype: torch.dtype) -> None:
+        args = _attention_arguments(dtype, *sizes)
+        grad = _new(torch.float32, args[0].shape[0], 16, 300)
+        expert_attention_backward.expert_attention_backward(grad, *args, [], [False] + [True] * 5)
+
+    return run
+
+
+def _encoder(dtype: torch.dtype, experts: int) -> list[torch.Tensor]:
+    """Of split-mnist, in the layout of nn.Linear."""
+    shapes = [(784, 200), (200, 200), (200, 50), (200, 50)]
+    return [x for n, m in shapes for x in (_new(dtype, experts, m, n).transpose(1, 2), _new(dtype, experts, m))]
+
+
+def _decoder(dtype: torch.dtype, experts: int) -> list[torch.Tensor]:
+    shapes = [(50, 200), (200, 200), (200, 784)]
+    return [x for n, m in shapes for x in (_new(dtype, experts, m, n).transpose(1, 2), _new(dtype, experts, m))]
+
+
+def _latent_distance(dtype: torch.dtype) -> None:
+    codes, query = _new(dtype, 31, 2000, 50), _new(dtype, 2000, 50)
+    latent_distance.latent_distance_backward(latent_distance.latent_distance(codes, query), codes, query, [True, True])
+
+
+def _expansion_distances(dtype: torch.dtype) -> None:
+    args = (_new(dtype, 2000, 784), _encoder(dtype, 31), _new(dtype, 2000, 50), _new(dtype, 31, 2000, 50))
+    out = expansion_distances.expansion_distances(*args)
+    expansion_distances.expansion_distances_backward(out, *args, [True] * 11)
+
+
+def _elbo_loss(dtype: torch.dtype) -> None:
+    args = (_new(dtype, 256, 784), _encoder(dtype, 32), _decoder(dtype, 32), 0.5, _new(dtype, 10, 50))
+    out = elbo_loss.elbo_loss(*args)
+    elbo_loss.elbo_loss_backward(out, *args, [True] * 16)
+
+
+CALLS = [
+    Call("expert_attention", "cifar K=32 B=256, gated", _expert_attention(256, 32, 192, True)),
+    Call("expert_attention", "mnist K=32 B=64, gated", _expert_attention(64, 32, 49, True)),
+    Call("expert_attention", "mnist K=31 B=10, all K", _expert_attention(10, 31, 49, False)),
+    Call("expert_attention_backward", "mnist K=1 B=64, gated", _expert_attention_backward(64, 1, 49, True)),
+    Call("dkf_fuse", "mnist K=31 B=64", _dkf_fuse((31,))),
+    Call("dkf_fuse", "mnist K=31 B=64, per head", _dkf_fuse((31, 3))),
+    Call("latent_distance", "mnist K=31 M=2000", _latent_distance),
+    Call("expansion_distances", "mnist K=31 M=2000", _expansion_distances),
+    Call("elbo_loss", "mnist K=32 B=256 S=10", _elbo_loss),
+]

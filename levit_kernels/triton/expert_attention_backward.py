@@ -1,0 +1,248 @@
+"""Gradients of expert_attention: one launch recomputes attention and writes what its inputs' gradients are made of, the
+products that remain are those of a linear layer. Of gates alone nothing else is computed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import gates as gating
+from .attention_tile import attend, embed, project
+from .expert_attention import strides_of, tile_for
+from .launch import ceil_div, dot_precision, launch, near
+from .matmul import LEAKY_BACKWARD, matmul
+
+SCRATCH_BYTES = 256 << 20  # of tokens and of the gradients of queries, keys and values at a time
+
+
+@triton.jit
+def _store_piece(out, piece, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    columns = FIRST + tl.arange(0, piece.shape[1])
+    tl.store(out + columns[None, :], piece, mask=inside[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def _backward(
+    grad,
+    patches,
+    w_embed,
+    b_embed,
+    w_qkv,
+    b_qkv,
+    gates,
+    tokens,
+    by_qkv,
+    by_gates,
+    batch,
+    pixels,
+    stride_dk,
+    stride_db,
+    stride_dn,
+    stride_de,
+    stride_xb,
+    stride_xn,
+    stride_xp,
+    stride_gb,
+    stride_gk,
+    stride_gh,
+    negative_slope,
+    scale,
+    SW_K: tl.constexpr,
+    SW_P: tl.constexpr,
+    SW_Q: tl.constexpr,
+    SB_K: tl.constexpr,
+    SB_Q: tl.constexpr,
+    SV_K: tl.constexpr,
+    SV_Q: tl.constexpr,
+    SV_S: tl.constexpr,
+    SV_H: tl.constexpr,
+    SV_D: tl.constexpr,
+    SC_K: tl.constexpr,
+    SC_S: tl.constexpr,
+    SC_H: tl.constexpr,
+    SC_D: tl.constexpr,
+    GATED: tl.constexpr,
+    BY_INPUTS: tl.constexpr,
+    BY_GATES: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    IMAGES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    Q0: tl.constexpr,
+    Q1: tl.constexpr,
+    Q2: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: a tile of images, one head, one expert.
+
+    tokens [K,B,N,WIDTH], by_qkv [K,B,N,3,HEADS,DEPTH], by_gates [K,HEADS,B,N], the last still to be summed over tokens.
+    """
+    row = tl.arange(0, ROWS)
+    local = row // TOKENS  # rows that are left over make an image of their own
+    image = tl.program_id(0).to(tl.int64) * IMAGES + local
+    token = row % TOKENS
+    inside = (image < batch) & (local < IMAGES)
+    h = tl.program_id(1)
+    expert = tl.program_id(2).to(tl.int64)
+    dtype = w_qkv.dtype.element_ty
+    columns = tl.arange(0, BLOCK_D)
+    here = (expert * batch + image) * TOKENS + token
+
+    rows = patches + image * stride_xb + token.to(tl.int64) * stride_xn
+    w, b = w_embed + expert * SW_K, b_embed + expert * SB_K
+    t0, t1, t2 = embed(
+        rows, inside, w, b, pixels, stride_xp, negative_slope, SW_P, SW_Q, SB_Q, WIDTH, Q0, Q1, Q2, BLOCK_P, PRECISION
+    )
+    t0, t1, t2 = t0.to(dtype), t1.to(dtype), t2.to(dtype)
+    if BY_INPUTS:
+        if h == 0:
+            kept = tokens + (here * WIDTH)[:, None]
+            _store_piece(kept, t0, inside, 0, WIDTH)
+            if Q1 > 0:
+                _store_piece(kept, t1, inside, Q0, WIDTH)
+            if Q2 > 0:
+                _store_piece(kept, t2, inside, Q0 + Q1, WIDTH)
+    w = w_qkv + expert * SV_K + h * SV_H
+    b = b_qkv + expert * SC_K + h * SC_H
+    query = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION).to(dtype)
+    w += SV_S
+    b += SC_S
+    key = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION).to(dtype)
+    w += SV_S
+    b += SC_S
+    weights = attend(query, key, local, scale, PRECISION)
+    value = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION).to(dtype)
+
+    upstream = grad + expert * stride_dk + image * stride_db + token.to(tl.int64) * stride_dn
+    upstream = upstream[:, None] + (h * DEPTH + columns).to(tl.int64)[None, :] * stride_de
+    upstream = tl.load(upstream, mask=inside[:, None] & (columns < DEPTH)[None, :], other=0).to(tl.float32)
+    if BY_GATES:
+        output = tl.dot(weights.to(dtype), value, input_precision=PRECISION)
+        where = by_gates + ((expert * HEADS + h) * batch + image) * TOKENS + token
+        tl.store(where, tl.sum(output * upstream, 1), mask=inside)
+    if BY_INPUTS:
+        if GATED:
+            where = gates + image * stride_gb + expert * stride_gk + h * stride_gh
+            upstream *= tl.load(where, mask=inside, other=0).to(tl.float32)[:, None]
+        upstream = upstream.to(dtype)
+        out = by_qkv + (here * (3 * HEADS * DEPTH))[:, None] + h * DEPTH + columns[None, :]
+        stored = inside[:, None] & (columns < DEPTH)[None, :]
+        by_value = tl.dot(tl.trans(weights.to(dtype)), upstream, input_precision=PRECISION)
+        tl.store(out + 2 * HEADS * DEPTH, by_value.to(dtype), mask=stored)
+        by_weights = tl.dot(upstream, tl.trans(value), input_precision=PRECISION)
+        # weights are zero across images, and so is what follows
+        by_scores = weights * (by_weights - tl.sum(weights * by_weights, 1)[:, None]) * scale
+        by_scores = by_scores.to(dtype)
+        tl.store(out, tl.dot(by_scores, key, input_precision=PRECISION).to(dtype), mask=stored)
+        by_key = tl.dot(tl.trans(by_scores), query, input_precision=PRECISION)
+        tl.store(out + HEADS * DEPTH, by_key.to(dtype), mask=stored)
+
+
+def expert_attention_backward(
+    grad: torch.Tensor,
+    patches: torch.Tensor,
+    w_embed: torch.Tensor,
+    b_embed: torch.Tensor,
+    w_qkv: torch.Tensor,
+    b_qkv: torch.Tensor,
+    gates: torch.Tensor | None,
+    negative_slope: float,
+    saved: list[torch.Tensor],
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    """Gradients of the tensor arguments that `needs` names, in their order; nothing was saved, all is recomputed."""
+    batch, length, _ = patches.shape
+    experts, width, _, heads, depth = w_qkv.shape
+    w_embed, b_embed, w_qkv, b_qkv = (near(x) for x in (w_embed, b_embed, w_qkv, b_qkv))
+    numbers = batch * length * (width + 3 * heads * depth)
+    step = max(1, SCRATCH_BYTES // (numbers * patches.element_size())) if any(needs[:5]) else experts
+    per_image = None if gates is None else gating.expand(gates)
+    by_patches, by_weights, by_gates = None, [], []
+    for k in range(0, experts, step):
+        weights = [x[k : k + step] for x in (w_embed, b_embed, w_qkv, b_qkv)]
+        part = grad if gates is not None else grad[k : k + step]
+        chunk_gates = None if gates is None else per_image[:, k : k + step]
+        tokens, by_qkv, by_gate = _attention(part, patches, weights, chunk_gates, negative_slope, needs)
+        by_gates.append(by_gate)
+        if any(needs[:5]):
+            part, grads = _layers(patches, weights, tokens, by_qkv, negative_slope, needs)
+            by_patches = part if by_patches is None else by_patches.add_(part)
+            by_weights.append(grads)
+    grads = [by_patches.to(patches.dtype)] if needs[0] else []
+    grads += [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*by_weights, strict=True)]
+    if needs[5]:
+        grads.append(gating.reduce_like(torch.cat(by_gates).permute(2, 0, 1), gates))
+    return grads
+
+
+def _attention(
+    grad: torch.Tensor,
+    patches: torch.Tensor,
+    weights: list[torch.Tensor],
+    per_image: torch.Tensor | None,
+    negative_slope: float,
+    needs: list[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """-> tokens `[K,B*N,Q]`, gradients of q, k, v `[K,B*N,3*H*d]` and of the gates `[K,H,B]`, those asked for."""
+    batch, length, pixels = patches.shape
+    experts, width, _, heads, depth = weights[2].shape
+    tile = vars(tile_for(patches, weights[2])) | {"GROUP": None, "BLOCK_I": None}
+    tokens = by_qkv = by_gates = None
+    if any(needs[:5]):
+        tokens = patches.new_empty(experts, batch * length, width)
+        by_qkv = patches.new_empty(experts, batch * length, 3 * heads * depth)
+    if needs[5]:
+        by_gates = patches.new_empty(experts, heads, batch, length, dtype=torch.float32)
+    launch(
+        _backward,
+        (ceil_div(batch, tile["IMAGES"]), heads, experts),
+        *(grad, patches, *weights, per_image, tokens, by_qkv, by_gates, batch, pixels),
+        *(grad.stride() if per_image is None else (0, *grad.stride())),
+        *patches.stride(),
+        *((0, 0, 0) if per_image is None else gating.broadcast_strides(per_image)),
+        *(negative_slope, 1 / math.sqrt(depth)),
+        **strides_of(*weights),
+        GATED=per_image is not None,
+        BY_INPUTS=tokens is not None,
+        BY_GATES=by_gates is not None,
+        HEADS=heads,
+        WIDTH=width,
+        DEPTH=depth,
+        PRECISION=dot_precision(patches.dtype),
+        **{name: value for name, value in tile.items() if value is not None},
+    )
+    return tokens, by_qkv, None if by_gates is None else by_gates.sum(3)
+
+
+def _layers(
+    patches: torch.Tensor,
+    weights: list[torch.Tensor],
+    tokens: torch.Tensor,
+    by_qkv: torch.Tensor,
+    negative_slope: float,
+    needs: list[bool],
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """-> gradients of the patches, in float32, and of the weights, those asked for."""
+    w_embed, _, w_qkv, b_qkv = weights
+    by_embedded = by_patches = None
+    if any(needs[:3]):
+        flat = w_qkv.flatten(2).transpose(1, 2)
+        by_embedded = matmul(by_qkv, flat, None, LEAKY_BACKWARD, tokens, negative_slope=negative_slope)
+    if needs[0]:
+        by_patches = matmul(by_embedded, w_embed.transpose(1, 2), summed=True, dtype=torch.float32).view(patches.shape)
+    rows = patches.reshape(1, -1, patches.shape[2]).transpose(1, 2)
+    grads = [
+        matmul(rows, by_embedded) if needs[1] else None,
+        by_embedded.sum(1) if needs[2] else None,
+        matmul(tokens.transpose(1, 2), by_qkv).view(w_qkv.shape) if needs[3] else None,
+        by_qkv.sum(1).view(b_qkv.shape) if needs[4] else None,
+    ]
+    return by_patches, [x for x in grads if x is not None]
