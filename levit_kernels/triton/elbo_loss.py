@@ -223,7 +223,7 @@ def _last_layer(x: torch.Tensor, images: torch.Tensor, decoder: Tensors, grad: t
     w, b = near(decoder[4]), decoder[5]
     experts, rows, depth = x.shape
     batch, pixels = images.shape
-    tile = matmuls.tile(depth)
+    tile = matmuls.tile(depth, x.dtype)
     blocks = ceil_div(pixels, tile["BLOCK_N"])
     if grad is None:
         out = x.new_empty(experts, blocks, rows, dtype=torch.float32)
