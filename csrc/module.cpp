@@ -19,6 +19,9 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
   m.def("elbo_loss(Tensor images, Tensor[] encoder, Tensor[] decoder, float beta, Tensor? noise) -> Tensor");
   m.def("dkf_fuse(Tensor features, Tensor gates, Tensor? index) -> Tensor");
   m.def("dkf_fuse_gate_gradient(Tensor grad, Tensor features, Tensor? index, int heads) -> Tensor");
+  m.def(
+      "task_attention(Tensor query, Tensor own_scores, Tensor own_values, Tensor keys, Tensor values, Tensor(a!) out) "
+      "-> ()");
   m.def("fma_peak(int iterations, int threads) -> float");
   m.def("bf16_dot_peak(int iterations, int threads) -> float");
   m.def("huge_pages(Tensor buffer) -> bool");
@@ -33,6 +36,7 @@ STABLE_TORCH_LIBRARY_IMPL(levit_native, CPU, m) {
   m.impl("elbo_loss", TORCH_BOX(&levit::elbo_loss));
   m.impl("dkf_fuse", TORCH_BOX(&levit::dkf_fuse));
   m.impl("dkf_fuse_gate_gradient", TORCH_BOX(&levit::dkf_fuse_gate_gradient));
+  m.impl("task_attention", TORCH_BOX(&levit::task_attention));
   m.impl("huge_pages", TORCH_BOX(&levit::huge_pages));
   m.impl("read_stream", TORCH_BOX(&levit::read_stream));
 }

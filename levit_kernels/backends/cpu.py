@@ -13,8 +13,11 @@ from .._check import at_least_float32
 from ..composed import dkf_fuse as composed_dkf_fuse
 from ..composed import elbo_loss as composed_elbo_loss
 from ..composed import expert_attention as composed_attention
+from ..composed import task_attention as composed_tasks
 from ..composed.expert_attention_backward import expert_attention_backward as composed_attention_backward
 from ..composed.latent_distance import latent_distance_backward
+from ..composed.linear import matmul
+from ..composed.task_forms import folds
 from .registry import Backend, device_of
 
 
@@ -160,6 +163,34 @@ def elbo_loss(
     return torch.ops.levit_native.elbo_loss(images, weights[:8], weights[8:], beta, noise)
 
 
+def task_attention(
+    tokens: torch.Tensor,
+    patches: torch.Tensor,
+    wq: torch.Tensor,
+    wk: torch.Tensor,
+    wv: torch.Tensor,
+    wo: torch.Tensor,
+    bo: torch.Tensor,
+    num_heads: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """See levit_kernels.task_attention.
+
+    The kernel takes projected keys and values. Where folding saves operations, nearly all that is left are matrix
+    products, which torch computes at the CPU's peak.
+    """
+    (batch, length, width), count = patches.shape, len(tokens)
+    if folds(num_heads, count, width // num_heads, length):
+        return composed_tasks.task_attention(tokens, patches, wq, wk, wv, wo, bo, num_heads, scale)
+    own = composed_tasks.own_part(tokens, wq, wk, wv, num_heads, scale)
+    heads = patches.new_empty(batch, count, num_heads, width // num_heads)
+    for images in composed_tasks.tiles(patches, 2 * length * width):
+        rows = patches[images].flatten(0, 1)
+        keys, values = (matmul(rows, w.t()).view(-1, length, *heads.shape[2:]) for w in (wk, wv))
+        torch.ops.levit_native.task_attention(own.query, own.scores, own.value, keys, values, heads[images])
+    return matmul(heads.view(-1, width), wo.t(), bo).view(batch, count, width)
+
+
 MOST_ROWS = 6
 """Codes up to which reading the weights, not the arithmetic, is what elbo_loss costs."""
 
@@ -178,6 +209,8 @@ OPS = {
     "latent_distance_backward": latent_distance_backward,
     "elbo_loss": elbo_loss,
     "elbo_loss_backward": composed_elbo_loss.elbo_loss_backward,
+    "task_attention": task_attention,
+    "task_attention_backward": composed_tasks.task_attention_backward,
     "dkf_fuse": dkf_fuse,
     "dkf_fuse_backward": dkf_fuse_backward,
 }

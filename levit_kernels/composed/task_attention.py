@@ -31,10 +31,10 @@ def task_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """See levit_kernels.task_attention."""
-    own = _own(tokens, wq, wk, wv, num_heads, scale)
+    own = own_part(tokens, wq, wk, wv, num_heads, scale)
     form = _form(own.query, patches, wk, wv)
     heads = patches.new_empty(len(patches), *tokens.shape)
-    for images in _tiles(patches, form):
+    for images in tiles(patches, form.values_per_image(patches.shape[1])):
         _mix(form, own, patches[images], _attend(form, own, patches[images]), out=heads[images])
     return matmul(heads.flatten(0, 1), wo.t(), bo).view_as(heads)
 
@@ -53,14 +53,14 @@ def task_attention_backward(
     needs: list[bool],
 ) -> list[torch.Tensor]:
     """Gradients of the tensor arguments that `needs` names, in their order; every tile is computed anew."""
-    own = _own(tokens, wq, wk, wv, num_heads, scale)
+    own = own_part(tokens, wq, wk, wv, num_heads, scale)
     form = _form(own.query, patches, wk, wv)
     form.start_backward(needs[3], needs[4])
     sums = at_least_float32(patches.dtype)
     by_patches = torch.empty_like(patches, memory_format=torch.contiguous_format) if needs[1] else None
     by_query, by_key, by_value = (torch.zeros_like(own.query, dtype=sums) for _ in range(3))
     by_wo, by_bo = torch.zeros_like(wo, dtype=sums), torch.zeros_like(bo, dtype=sums)
-    for images in _tiles(patches, form):
+    for images in tiles(patches, form.values_per_image(patches.shape[1])):
         tile, rows = patches[images], grad[images].flatten(0, 1)
         attention = _attend(form, own, tile)
         if needs[6]:
@@ -99,7 +99,7 @@ def task_attention_backward(
     return [x.to(patches.dtype) for x, need in zip(grads, needs, strict=True) if need]
 
 
-class _Own(NamedTuple):
+class Own(NamedTuple):
     """What the tokens say of themselves, `[H,T,d]`; the query is scaled."""
 
     query: torch.Tensor
@@ -110,27 +110,27 @@ class _Own(NamedTuple):
     scale: float
 
 
-def _own(
+def own_part(
     tokens: torch.Tensor,
     wq: torch.Tensor,
     wk: torch.Tensor,
     wv: torch.Tensor,
     num_heads: int,
     scale: float | None,
-) -> _Own:
+) -> Own:
     scale = (tokens.shape[1] // num_heads) ** -0.5 if scale is None else scale
     query, key, value = (
         matmul(tokens, w.t()).unflatten(1, (num_heads, -1)).transpose(0, 1).contiguous() for w in (wq, wk, wv)
     )
     query = query * scale
-    return _Own(query, key, value, (query[..., None, :] @ key[..., None])[..., 0, 0], scale)
+    return Own(query, key, value, (query[..., None, :] @ key[..., None])[..., 0, 0], scale)
 
 
 def _form(query: torch.Tensor, patches: torch.Tensor, wk: torch.Tensor, wv: torch.Tensor) -> Folded | Projected:
     return (Folded if folds(*query.shape, patches.shape[1]) else Projected)(query, wk, wv)
 
 
-def _attend(form: Folded | Projected, own: _Own, tile: torch.Tensor) -> torch.Tensor:
+def _attend(form: Folded | Projected, own: Own, tile: torch.Tensor) -> torch.Tensor:
     """softmax over the token itself and the tile's patches: `[b,N,D]` -> `[H,b,T,1+N]`."""
     heads, tokens = own.scores.shape
     scores = tile.new_empty(heads, len(tile), tokens, 1 + tile.shape[1])
@@ -139,16 +139,16 @@ def _attend(form: Folded | Projected, own: _Own, tile: torch.Tensor) -> torch.Te
     return torch.softmax(scores, -1)
 
 
-def _mix(form: Folded | Projected, own: _Own, tile: torch.Tensor, attention: torch.Tensor, out: torch.Tensor) -> None:
+def _mix(form: Folded | Projected, own: Own, tile: torch.Tensor, attention: torch.Tensor, out: torch.Tensor) -> None:
     """Writes the heads' outputs side by side, `[b,T,D]`."""
     mixed = form.mix(tile, attention[..., 1:]).permute(1, 2, 0, 3)
     share = attention[..., 0].permute(1, 2, 0)[..., None]
     torch.addcmul(mixed, share, own.value.transpose(0, 1), out=out.view(mixed.shape))
 
 
-def _tiles(patches: torch.Tensor, form: Folded | Projected) -> Iterator[slice]:
-    """Equal parts of the batch whose keys, values, scores and sums stay in a core's cache."""
-    most = max(1, TILE_BYTES[patches.device.type] // (form.values_per_image(patches.shape[1]) * patches.element_size()))
+def tiles(patches: torch.Tensor, values_per_image: int) -> Iterator[slice]:
+    """Equal parts of the batch for which that many numbers per image stay in a core's cache."""
+    most = max(1, TILE_BYTES[patches.device.type] // (values_per_image * patches.element_size()))
     step = -(-len(patches) // -(-len(patches) // most))
     for start in range(0, len(patches), step):
         yield slice(start, min(start + step, len(patches)))

@@ -29,7 +29,13 @@ from levit_kernels.task_attention import task_attention_reference
 GATES = ("none", "K", "KH", "BK1", "BKH")
 LAYOUTS = ("dense", "transposed", "sliced", "expanded")
 BACKENDS = ("reference", "torch", "torch-small-tiles", "cpu")
-NATIVE_OPS = ("expert_attention", "latent_distance", "elbo_loss", "dkf_fuse")  # that backend "cpu" has a kernel for
+NATIVE_OPS = (  # that backend "cpu" has a kernel for
+    "expert_attention",
+    "latent_distance",
+    "elbo_loss",
+    "dkf_fuse",
+    "task_attention",
+)
 
 
 @dataclass(frozen=True)
