@@ -1,10 +1,15 @@
 """One thread, one seed per test, and NaN in all memory that nobody wrote."""
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
+
+
+# They have a process of their own: test_triton.py starts it.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["levit_kernels/interpreted"]
 
 
 def pytest_configure(config):
