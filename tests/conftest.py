@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-
 # They have a process of their own: test_triton.py starts it.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["levit_kernels/interpreted"]
 
