@@ -184,7 +184,7 @@ def task_attention(
         return composed_tasks.task_attention(tokens, patches, wq, wk, wv, wo, bo, num_heads, scale)
     own = composed_tasks.own_part(tokens, wq, wk, wv, num_heads, scale)
     heads = patches.new_empty(batch, count, num_heads, width // num_heads)
-    for images in composed_tasks.tiles(patches, 2 * length * width):
+    for images in composed_tasks.tiles(patches, 2 * length * width, PROJECTED_BYTES):
         rows = patches[images].flatten(0, 1)
         keys, values = (matmul(rows, w.t()).view(-1, length, *heads.shape[2:]) for w in (wk, wv))
         torch.ops.levit_native.task_attention(own.query, own.scores, own.value, keys, values, heads[images])
@@ -193,6 +193,10 @@ def task_attention(
 
 MOST_ROWS = 6
 """Codes up to which reading the weights, not the arithmetic, is what elbo_loss costs."""
+
+PROJECTED_BYTES = 8 << 20
+"""Keys and values that task_attention holds at a time: as the kernel makes one pass over them, few large products count
+for more than a small cache."""
 
 STORES = (
     (torch.float32, torch.float32),

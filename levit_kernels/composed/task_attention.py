@@ -34,7 +34,7 @@ def task_attention(
     own = own_part(tokens, wq, wk, wv, num_heads, scale)
     form = _form(own.query, patches, wk, wv)
     heads = patches.new_empty(len(patches), *tokens.shape)
-    for images in tiles(patches, form.values_per_image(patches.shape[1])):
+    for images in _cached(patches, form):
         _mix(form, own, patches[images], _attend(form, own, patches[images]), out=heads[images])
     return matmul(heads.flatten(0, 1), wo.t(), bo).view_as(heads)
 
@@ -60,7 +60,7 @@ def task_attention_backward(
     by_patches = torch.empty_like(patches, memory_format=torch.contiguous_format) if needs[1] else None
     by_query, by_key, by_value = (torch.zeros_like(own.query, dtype=sums) for _ in range(3))
     by_wo, by_bo = torch.zeros_like(wo, dtype=sums), torch.zeros_like(bo, dtype=sums)
-    for images in tiles(patches, form.values_per_image(patches.shape[1])):
+    for images in _cached(patches, form):
         tile, rows = patches[images], grad[images].flatten(0, 1)
         attention = _attend(form, own, tile)
         if needs[6]:
@@ -146,9 +146,14 @@ def _mix(form: Folded | Projected, own: Own, tile: torch.Tensor, attention: torc
     torch.addcmul(mixed, share, own.value.transpose(0, 1), out=out.view(mixed.shape))
 
 
-def tiles(patches: torch.Tensor, values_per_image: int) -> Iterator[slice]:
-    """Equal parts of the batch for which that many numbers per image stay in a core's cache."""
-    most = max(1, TILE_BYTES[patches.device.type] // (values_per_image * patches.element_size()))
+def _cached(patches: torch.Tensor, form: Folded | Projected) -> Iterator[slice]:
+    """Tiles whose keys, values, scores and sums stay in a core's cache."""
+    return tiles(patches, form.values_per_image(patches.shape[1]), TILE_BYTES[patches.device.type])
+
+
+def tiles(patches: torch.Tensor, values_per_image: int, most_bytes: int) -> Iterator[slice]:
+    """Equal parts of the batch, in each of which that many numbers per image take no more than `most_bytes`."""
+    most = max(1, most_bytes // (values_per_image * patches.element_size()))
     step = -(-len(patches) // -(-len(patches) // most))
     for start in range(0, len(patches), step):
         yield slice(start, min(start + step, len(patches)))

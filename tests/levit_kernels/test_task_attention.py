@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from op_cases import OPS, backend, evaluate
+from op_cases import LAYOUTS, OPS, backend, evaluate, lay_out
 
+from levit_kernels.backends import cpu
 from levit_kernels.composed.task_forms import folds
 from levit_kernels.task_attention import task_attention
 
@@ -27,7 +28,7 @@ def test_the_form_follows_from_the_count_of_operations():
 
 
 @pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("backend_name", ["torch", "torch-small-tiles"])
+@pytest.mark.parametrize("backend_name", ["torch", "torch-small-tiles", "cpu"])
 def test_equals_separate_passes_in_float64(name, backend_name):
     args = OPS["task_attention"].make(torch.Generator().manual_seed(1), **SIZES[name])
     grad = torch.randn_like(OPS["task_attention"].reference(*args))
@@ -48,3 +49,75 @@ def test_a_token_does_not_change_the_others(tokens):
     others = [t for t in range(tokens) if t != 1]
     torch.testing.assert_close(after[:, others], before[:, others], rtol=0, atol=0)
     assert not torch.allclose(after[:, 1], before[:, 1])
+
+
+def attend(query, own_scores, own_values, keys, values):
+    """In float64 what the native kernel computes, one softmax over the token itself and the patches."""
+    query, own_scores, own_values, keys, values = (x.double() for x in (query, own_scores, own_values, keys, values))
+    scores = torch.einsum("htc,bnhc->bhtn", query, keys)
+    own = own_scores[None, :, :, None].expand(len(keys), -1, -1, 1)
+    share = torch.cat([own, scores], -1).softmax(-1)
+    mixed = share[..., :1] * own_values + torch.einsum("bhtn,bnhc->bhtc", share[..., 1:], values)
+    return mixed.transpose(1, 2)
+
+
+def core_arguments(dtype, B, T, N, H, d):
+    generator = torch.Generator().manual_seed(3)
+    shapes = (H, T, d), (H, T), (H, T, d), (B, N, H, d), (B, N, H, d)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+CORE_SIZES = {
+    "cifar": dict(B=2, T=50, N=64, H=3, d=32),
+    "one-token": dict(B=3, T=1, N=6, H=2, d=8),
+    "one-patch": dict(B=2, T=17, N=1, H=2, d=16),
+    "odd": dict(B=3, T=19, N=7, H=3, d=5),
+    "odd-depth": dict(B=2, T=33, N=31, H=2, d=37),
+    "vectors-and-a-rest": dict(B=2, T=48, N=13, H=1, d=48),
+    "ones": dict(B=1, T=1, N=1, H=1, d=1),
+    "no-images": dict(B=0, T=3, N=4, H=2, d=5),
+    "no-patches": dict(B=2, T=3, N=0, H=2, d=5),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize("size", CORE_SIZES)
+def test_the_native_core(size, dtype, bound, layout):
+    sizes = CORE_SIZES[size]
+    *own, keys, values = core_arguments(dtype, **sizes)
+    keys, values = lay_out(keys, layout), lay_out(values, layout)
+    room = torch.full((sizes["B"] + 2, sizes["T"], sizes["H"], sizes["d"]), 7.0, dtype=dtype)
+    with backend("cpu"):
+        torch.ops.levit_native.task_attention(*own, keys, values, room[1:-1])
+    want = attend(*own, keys, values)
+    assert (room[1:-1] - want).norm() <= bound * want.norm()
+    assert (room[[0, -1]] == 7).all(), "the kernel wrote beside its result"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_native_core_subtracts_the_maximum(dtype):
+    query, own_scores, own_values, keys, values = core_arguments(dtype, **CORE_SIZES["odd"])
+    args = 1000 * query, 1000 * own_scores, own_values, keys, values
+    out = torch.empty(len(keys), *query.transpose(0, 1).shape, dtype=dtype)
+    with backend("cpu"):
+        torch.ops.levit_native.task_attention(*args, out)
+    torch.testing.assert_close(out, attend(*args).to(dtype), rtol=0, atol=5e-3 if dtype == torch.float32 else 1e-10)
+
+
+@pytest.mark.parametrize("which, name", list(enumerate(["query", "own_scores", "own_values", "keys", "values", "out"])))
+def test_the_native_core_names_what_does_not_fit(which, name):
+    args = core_arguments(torch.float32, **CORE_SIZES["odd"])
+    args.append(torch.empty(3, 19, 3, 5))
+    args[which] = args[which].double() if name != "query" else args[which].half()
+    with backend("cpu"), pytest.raises(RuntimeError, match=f"task_attention: {name} must"):
+        torch.ops.levit_native.task_attention(*args)
+
+
+@pytest.mark.parametrize("images", [1, 2, 5])
+def test_the_native_backend_in_tiles(images, monkeypatch):
+    args = OPS["task_attention"].make(torch.Generator().manual_seed(4), **{**SIZES["odd-many"], "B": 5})
+    monkeypatch.setattr(cpu, "PROJECTED_BYTES", images * 2 * args[1][0].numel() * 8)
+    with backend("cpu"):
+        got = task_attention(*args)
+    torch.testing.assert_close(got, OPS["task_attention"].reference(*args), rtol=1e-10, atol=1e-12)
