@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from levit_kernels import BackendError
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
-REFUSED_BY_CPU = {(op, "bf16") for op in ("expert_attention", "latent_distance", "elbo_loss")}
+REFUSED_BY_CPU = {(op, "bf16") for op in ("expert_attention", "latent_distance", "elbo_loss", "task_attention")}
 CASES = [pytest.param(op, sizes, id=f"{op}-{name}") for op in OPS for name, sizes in curated(op)]
 
 
