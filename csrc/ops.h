@@ -48,8 +48,8 @@ Tensor dkf_fuse_gate_gradient(const Tensor& grad, const Tensor& features, const 
                               int64_t heads);
 
 // query [H, T, d], scaled, own_scores [H, T] and own_values [H, T, d] of the tokens, dense; keys and values [B, N, H, d]
-// of the patches, any strides; all float32 or all float64. Writes to out, dense [B, T, H, d], what every token draws from
-// itself and from the patches of every image.
+// of the patches, any strides; all float32 or all float64. Writes to out, dense [B, T, H, d], what every token draws
+// from itself and from the patches of every image.
 void task_attention(const Tensor& query, const Tensor& own_scores, const Tensor& own_values, const Tensor& keys,
                     const Tensor& values, const Tensor& out);
 

@@ -96,8 +96,8 @@ struct Kernel : private Products<T, kWidth> {
     for (int v = 0; v < kVectors; ++v) store(reciprocals + v * kWidth, T(1) / total[v]);
   }
 
-  // out [tokens, depth] (rows `by_token` apart) = (own own_values + powers^T values) * reciprocals, some channels of it;
-  // own_values are `channels` apart.
+  // out [tokens, depth] = (own own_values + powers^T values) * reciprocals, some channels of it; rows of out are
+  // `by_token` apart, of own_values `channels`.
   template <int kVectors>
   static LEVIT_INLINE void mix(const Product<T>& sums_of, int64_t tokens, int64_t depth, const T* own,
                                const T* own_values, int64_t channels, const T* reciprocals, T* out, int64_t by_token) {
@@ -136,8 +136,9 @@ struct Kernel : private Products<T, kWidth> {
     constexpr int64_t kStride = kVectors * kWidth;
     alignas(kAlignment) T own[kStride], reciprocals[kStride];
     const T* queries = call.queries + head * call.depth * call.lanes + first;
-    weigh<kVectors>({call.keys.at(image, head), call.keys.by_patch, call.keys.by_channel, queries, call.lanes, call.depth},
-                    call.patches, call.own_scores + head * call.lanes + first, powers, own, reciprocals);
+    const Product<T> scores{call.keys.at(image, head), call.keys.by_patch, call.keys.by_channel,
+                            queries, call.lanes, call.depth};
+    weigh<kVectors>(scores, call.patches, call.own_scores + head * call.lanes + first, powers, own, reciprocals);
     const int64_t tokens = std::min(kStride, call.tokens - first), by_token = call.heads * call.depth;
     const T* own_values = call.own_values + (head * call.tokens + first) * call.channels;
     T* out = call.out + (image * call.tokens + first) * by_token + head * call.depth;
