@@ -11,12 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from levit_kernels import BackendError
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
-<<<<<<< HEAD
 PRECISIONS = {**DTYPES, "f16": torch.float16}
-REFUSED_BY_CPU = {(op, "bf16") for op in ("expert_attention", "latent_distance", "elbo_loss")}
-=======
 REFUSED_BY_CPU = {(op, "bf16") for op in ("expert_attention", "latent_distance", "elbo_loss", "task_attention")}
->>>>>>> a985006e877c6ba01c250ffb09e89591ebdc0bf5
 CASES = [pytest.param(op, sizes, id=f"{op}-{name}") for op in OPS for name, sizes in curated(op)]
 
 
