@@ -215,6 +215,10 @@ def runs(name: str, op: str) -> bool:
     return name != "cpu" or op in NATIVE_OPS
 
 
+TRITON_OPS = {op: case for op, case in OPS.items() if op != "task_attention"}
+"""Those that backend "triton" has kernels for."""
+
+
 def curated(op: str) -> Iterator[tuple[str, dict]]:
     """(id, sizes) of every curated case; gates of every kind, with and without zeros, on the small sizes."""
     for name, sizes in OPS[op].sizes.items():

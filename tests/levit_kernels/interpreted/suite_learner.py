@@ -61,7 +61,8 @@ def counting():
 
 def launches_of_a_step(kind, experts):
     """Of one batch observed with a full memory: one update, one check of the rule, which does not fire."""
-    cfg = levit.LEViTConfig.preset("digits", gamma=1e9, memory_size=70, updates_per_batch=1)
+    published = dict(criterion="latent", gamma=1e9, routing="vae", calibration=False)
+    cfg = levit.LEViTConfig.preset("digits", memory_size=70, updates_per_batch=1, **published)
     model = (levit.reference.LEViT if kind == "reference" else levit.LEViT)(cfg)
     for _ in range(experts - 1):
         model.add_expert()

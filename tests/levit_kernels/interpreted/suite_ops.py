@@ -1,7 +1,7 @@
 """The op suite on the triton backend: curated sizes, precisions and layouts, all gradients, against float64."""
 
 import pytest
-from op_cases import LAYOUTS, OPS, curated
+from op_cases import LAYOUTS, TRITON_OPS, curated
 from test_ops import check
 
 # the interpreter takes a tenth of a millisecond per operation and program: `make test` runs these, the rest is "full"
@@ -24,7 +24,7 @@ QUICK = {
 CASES = [
     pytest.param(op, sizes, dtype, id=f"{op}-{name}-{dtype}", marks=[] if quick else pytest.mark.full)
     for dtype in QUICK
-    for op in OPS
+    for op in TRITON_OPS
     for name, sizes in curated(op)
     for quick in [f"{op}-{name}" in QUICK[dtype]]
 ]
@@ -36,17 +36,17 @@ def test_result_and_gradients(op, sizes, dtype):
 
 
 def test_the_quick_cases_exist():
-    known = {f"{op}-{name}" for op in OPS for name, _ in curated(op)}
+    known = {f"{op}-{name}" for op in TRITON_OPS for name, _ in curated(op)}
     assert not {name for names in QUICK.values() for name in names} - known
 
 
 SMALL = {"expert_attention": "one-token", "dkf_fuse": "one-row", "expansion_distances": "one-expert"}
 SMALL |= {"latent_distance": "odd", "elbo_loss": "one-expert"}
 LAID_OUT = [
-    pytest.param(op, {**OPS[op].sizes[name], **extra}, id="-".join([op, name, *map(str, extra.values())]), marks=marks)
-    for op in OPS
+    pytest.param(op, {**case.sizes[name], **extra}, id="-".join([op, name, *map(str, extra.values())]), marks=marks)
+    for op, case in TRITON_OPS.items()
     for name, marks in ((SMALL[op], []), ("odd", [pytest.mark.full]))
-    for extra in ([{"gates": "KH"}, {"gates": "BK1", "zeros": True}] if "H" in OPS[op].sizes["odd"] else [{}])
+    for extra in ([{"gates": "KH"}, {"gates": "BK1", "zeros": True}] if "H" in case.sizes["odd"] else [{}])
 ]
 
 
