@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from levit.expert import Expert
 from levit.folding import fold_batch_norm
+from levit_kernels.huge_pages import huge_pages
 
 
 class AttentionWeights(NamedTuple):
@@ -118,6 +119,8 @@ class _Stack:
         if k >= capacity:
             capacity = max(4, 2 * capacity)
         grown = [row.new_empty(capacity, *row.shape) for row in rows]
+        for stack in grown:
+            huge_pages(stack)  # one image reads all of a large stack for little arithmetic
         for new, old in zip(grown, self.storage, strict=False):
             new[:k] = old[:k]
         self.storage = grown
