@@ -65,6 +65,8 @@ class EvalArguments:
     """Folder of the data files; default $LEVIT_DATA, else ~/.cache/levit/data."""
     test_limit: int | None = None
     """Test images, of each experience in proportion; None means all."""
+    routing: Literal["vae", "shared", "fused"] | None = None
+    """Route by another rule than the run's. Routing never changes what is learned."""
     by_task: bool = False
     """Also the protocol that tells the model which images belong together; shown as `by-task (leaks)`."""
     json: bool = False

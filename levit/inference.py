@@ -27,8 +27,11 @@ def run_config(run: RunDirectory) -> LEViTConfig:
         raise RunError(f"{run / 'config.json'}: not a configuration of this version of levit ({error})") from error
 
 
-def load_model(run: RunDirectory, device: str = "cpu") -> nn.Module:
-    """The model of a run's latest checkpoint; `RunError` where there is none or it does not fit."""
+def load_model(run: RunDirectory, device: str = "cpu", routing: str | None = None) -> nn.Module:
+    """The model of a run's latest checkpoint; `RunError` where there is none or it does not fit.
+
+    With `routing` it routes by another rule than the run's; `ValueError` where the run kept no shared space for it.
+    """
     cfg = run_config(run)
     state = run.load_checkpoint()
     if state is None:
@@ -39,6 +42,11 @@ def load_model(run: RunDirectory, device: str = "cpu") -> nn.Module:
         model.load_state_dict(state["learner"]["model"])
     except (KeyError, ValueError, RuntimeError) as error:
         raise RunError(f"{run / 'checkpoint.pt'}: does not fit the run's configuration ({error})") from error
+    if routing is not None and routing != getattr(cfg, "routing", None):
+        router = getattr(model, "router", None)
+        if router is None:
+            raise ValueError(f"routing: {run.path} kept nothing to route by but what it was trained with")
+        router.switch(routing)
     return model
 
 
@@ -61,8 +69,7 @@ def evaluate(
     test, count = stream.test, len(stream.ends)
     if by_task and not hasattr(model, "elbo_loss"):
         raise ValueError("by_task: this method has no VAE to choose an expert by")
-    predicted = metrics.predictions(model, test.images, device)
-    chosen = metrics.routes(model, test.images, device)
+    predicted, chosen = metrics.answers(model, test.images, device)
     result = {
         "accuracy": metrics.accuracy(predicted, test.labels),
         "accuracy_by_experience": metrics.accuracy_by_experience(predicted, test.labels, test.experience, count),

@@ -22,14 +22,17 @@ from levit.streams import Images, TestSet
 EVALUATION_BATCH = 256
 
 
-def predictions(model: nn.Module, images: Images | Tensor, device: torch.device | str = "cpu") -> np.ndarray:
-    """The model's label of every image [n, C, S, S], argmax over all classes: [n] int64."""
-    return _joined(_batches(images, device, lambda batch: model(batch).argmax(dim=1)))
+def answers(
+    model: nn.Module, images: Images | Tensor, device: torch.device | str = "cpu"
+) -> tuple[np.ndarray, np.ndarray]:
+    """The label of every image [n, C, S, S], argmax over all classes, and the expert that said so: [n] int64 each."""
 
+    def answer(batch: Tensor) -> Tensor:
+        logits, routes = model.answer(batch)
+        return torch.stack([logits.argmax(dim=1), routes], dim=1)
 
-def routes(model: nn.Module, images: Images | Tensor, device: torch.device | str = "cpu") -> np.ndarray:
-    """The expert that each image is routed to: [n] int64."""
-    return _joined(_batches(images, device, model.route))
+    predicted, chosen = _joined(_batches(images, device, answer)).T
+    return predicted, chosen
 
 
 def accuracy(predicted: np.ndarray, labels: np.ndarray) -> float:

@@ -80,9 +80,24 @@ class LEViT(reference.LEViT):
             losses = torch.cat([elbo_loss(pixels, *self.knowledge.vae(self.frozen), self.cfg.beta, noise), losses], 1)
         return losses
 
-    def forward(self, images: Tensor) -> Tensor:
+    def route(self, images: Tensor) -> Tensor:
         images = self.check_images(images)
-        return torch.cat([self.apply_experts(chunk, self.route(chunk)) for chunk in images.split(CHUNK)])
+        if self.router is None:
+            return self.elbo_loss(images).argmin(dim=1)
+        return self.router.route_sparingly(images, self.elbo_loss, self.expert_elbo_loss)
+
+    def expert_elbo_loss(self, images: Tensor, k: int) -> Tensor:
+        """Column k of `elbo_loss`, [B, C, S, S] → [B]."""
+        noise = self._route_noise()
+        if self.cfg.vae != "mlp":
+            return self.experts[k].vae.loss(images, None if noise is None else noise[:, None])
+        return elbo_loss(images.flatten(1), *vae_weights(self.experts[k]), self.cfg.beta, noise)[:, 0]
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        answer = super().answer
+        parts = [answer(chunk) for chunk in self.check_images(images).split(CHUNK)]
+        logits, routes = zip(*parts, strict=True)
+        return torch.cat(logits), torch.cat(routes)
 
     def predict(self, images: Tensor) -> Prediction:
         predict = super().predict

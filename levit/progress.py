@@ -22,6 +22,8 @@ class Progress:
     """Optimizer steps."""
     accuracy: float | None = None
     """Per-sample accuracy at the latest evaluation."""
+    route_accuracy: float | None = None
+    """At the latest evaluation; None where there was one expert and nothing to choose."""
     matrix: list[list[float] | None] = field(default_factory=list)
     """Rows of the accuracy matrix so far; None where none was due."""
     expansions: list[int] = field(default_factory=list)

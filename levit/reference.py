@@ -217,8 +217,13 @@ class LEViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Equation 9, routed per sample: expert k*(x) with its own gates; [B, C, S, S] → logits [B, num_classes]."""
+        return self.answer(images)[0]
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` and `route` say of images [B, C, S, S], at the cost of one: logits [B, num_classes], [B]."""
         images = self.check_images(images)
-        return self.apply_experts(images, self.route(images))
+        routes = self.route(images)
+        return self.apply_experts(images, routes), routes
 
     def apply_experts(self, images: Tensor, routes: Tensor) -> Tensor:
         """Equation 9 with each image's expert given: [B, C, S, S] and [B] → logits [B, num_classes]."""

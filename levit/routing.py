@@ -82,6 +82,7 @@ class Router(nn.Module):
         self.shared = SharedSpace(cfg, waiting) if cfg.routing != "vae" else None
         self.examples = Examples(cfg, experts) if cfg.routing == "fused" or cfg.calibration else None
         self.register_buffer("class_counts", torch.zeros(experts, cfg.num_classes, dtype=torch.int64))
+        self.routing = cfg.routing
         self._plan: Plan | None = None
 
     @classmethod
@@ -120,18 +121,58 @@ class Router(nn.Module):
     def _count(self, labels: Tensor) -> Tensor:
         return torch.bincount(labels[labels >= 0], minlength=self.cfg.num_classes)
 
+    def switch(self, routing: str) -> None:
+        """Route by another rule than the configuration's from now on; what is learned and saved stays the same.
+
+        Raises:
+            ValueError: no such rule, or one that needs a shared space, which this router does not keep.
+        """
+        possible = ("vae", "shared", "fused") if self.shared is not None else ("vae",)
+        if routing not in possible:
+            raise ValueError(f"routing: expected {' or '.join(possible)} of this model, got {routing!r}")
+        self.routing, self._plan = routing, None
+
     def route(self, images: Tensor, vae_losses: Callable[[Tensor], Tensor]) -> Tensor:
         """The expert of each image, [B, C, S, S] → [B]; `vae_losses` gives [B, K] and is asked only if needed."""
         return self.scores(images, vae_losses).argmax(dim=1)
 
+    def route_sparingly(
+        self,
+        images: Tensor,
+        vae_losses: Callable[[Tensor], Tensor],
+        expert_vae_loss: Callable[[Tensor, int], Tensor],
+    ) -> Tensor:
+        """`route`, with no more VAE losses than decide; `expert_vae_loss` gives those of one expert, [B].
+
+        A VAE loss is never negative, so a·log p(k | x) bounds expert k's score from above. An image asks the experts'
+        VAEs in the order of these bounds, until none exceeds the best score so far.
+        """
+        plan = self.plan()
+        if plan.features is None or not plan.vae:
+            return self.route(images, vae_losses)
+        bounds = self._shared_scores(images, plan)
+        order = bounds.argsort(dim=1, descending=True)
+        scores = torch.full_like(bounds, -torch.inf)
+        for asked in order.unbind(1):
+            # An equal bound is asked as well: among equal scores the first expert is the answer.
+            undecided = bounds.gather(1, asked[:, None])[:, 0] >= scores.amax(1)
+            if not undecided.any():
+                break
+            for k in asked[undecided].unique().tolist():
+                rows = (undecided & (asked == k)).nonzero().squeeze(1)
+                scores[rows, k] = bounds[rows, k] - plan.vae * expert_vae_loss(images[rows], k)
+        return scores.argmax(1)
+
     def scores(self, images: Tensor, vae_losses: Callable[[Tensor], Tensor]) -> Tensor:
         """a·log p(k | x) − b·VAE loss_k(x): [B, C, S, S] → [B, K]."""
         plan = self.plan()
-        scores = 0.0
-        if plan.features is not None:
-            log_p = expert_log_probs(plan.features(images) @ plan.weights + plan.bias, plan.expert_of_class)
-            scores = plan.shared * log_p
+        scores = 0.0 if plan.features is None else self._shared_scores(images, plan)
         return scores - plan.vae * vae_losses(images) if plan.vae else scores
+
+    @staticmethod
+    def _shared_scores(images: Tensor, plan: Plan) -> Tensor:
+        log_p = expert_log_probs(plan.features(images) @ plan.weights + plan.bias, plan.expert_of_class)
+        return plan.shared * log_p
 
     def plan(self) -> Plan:
         """Solve and fit what routing and prediction need; kept until the next `observe`."""
@@ -140,7 +181,7 @@ class Router(nn.Module):
         return self._plan
 
     def _make_plan(self) -> Plan:
-        shared, routing = self.shared, self.cfg.routing
+        shared, routing = self.shared, self.routing
         serves = shared is not None and bool(shared.fixed) and bool(shared.lda.counts.any())
         used = {"vae": [1], "shared": [0], "fused": [0, 1]}[routing]
         slopes = None

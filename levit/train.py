@@ -216,20 +216,14 @@ class Training:
                 continue
             start = time.perf_counter()
             test = self.stream.test
-            predicted = metrics.predictions(self.model, test.images, self.device)
+            predicted, chosen = metrics.answers(self.model, test.images, self.device)
             progress.accuracy = metrics.accuracy(predicted, test.labels)
+            if self.model.num_experts > 1:
+                progress.route_accuracy = metrics.route_accuracy(chosen, test.kinds, progress.seen)
             progress.matrix.append(metrics.accuracy_by_experience(predicted, test.labels, test.experience, len(ends)))
             progress.evaluation_seconds += time.perf_counter() - start
             evaluated = experience
         return evaluated
-
-    def route_accuracy(self) -> float | None:
-        """At the end of the stream; None where there is one expert and nothing to choose."""
-        if self.model.num_experts == 1:
-            return None
-        test = self.stream.test
-        chosen = metrics.routes(self.model, test.images, self.device)
-        return metrics.route_accuracy(chosen, test.kinds, self.progress.seen)
 
     def save(self) -> None:
         """Write the checkpoint."""
@@ -265,7 +259,7 @@ class Training:
             "seed": self.config["config"]["seed"],
             "commit": self.config["commit"],
             "final_accuracy": progress.accuracy,
-            "route_accuracy": self.route_accuracy(),
+            "route_accuracy": progress.route_accuracy,
             **metrics.summary(matrix),
             "accuracy_matrix": progress.matrix,
             "num_experts": self.model.num_experts,

@@ -114,8 +114,13 @@ class DyTox(nn.Module):
 
     def route(self, images: Tensor) -> Tensor:
         """The task whose class has the largest logit: [B] int64."""
+        return self.answer(images)[1]
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` and `route` say of images [B, C, S, S]."""
+        logits = self(images)
         tasks = torch.repeat_interleave(torch.tensor(self.classes_per_task))
-        return tasks.to(images.device)[self(images).argmax(1)]
+        return logits, tasks.to(images.device)[logits.argmax(1)]
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Prediction:

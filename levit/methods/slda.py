@@ -45,6 +45,10 @@ class SLDA(nn.Module):
         """[B, C, S, S] → class logits [B, num_classes]; −∞ for classes not seen, 0 before the first."""
         return self.space(self.check_images(images))
 
+    def answer(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` and `route` say of images [B, C, S, S]."""
+        return self(images), self.route(images)
+
     def route(self, images: Tensor) -> Tensor:
         """There is no choice: [B, C, S, S] → zeros [B]."""
         return torch.zeros(len(self.check_images(images)), dtype=torch.int64, device=images.device)

@@ -98,10 +98,11 @@ class Fake(nn.Module):
         right = self.labels[self.number(images)]
         return nn.functional.one_hot(torch.where((right < 2) == (k == 0), right, 3 - right), 4).float()
 
-    def forward(self, images):
+    def answer(self, images):
         self.batches.append(len(images))
-        routes = self.route(images)[:, None]
-        return torch.where(routes == 0, self.forward_expert(images, 0), self.forward_expert(images, 1))
+        routes = self.route(images)
+        first, second = (self.forward_expert(images, k) for k in (0, 1))
+        return torch.where(routes[:, None] == 0, first, second), routes
 
 
 def twelve_images():
@@ -114,14 +115,14 @@ def test_predictions_cover_the_test_set_in_order_and_in_batches(monkeypatch):
     test = twelve_images()
     model = Fake(test.labels)
     monkeypatch.setattr(metrics, "EVALUATION_BATCH", 5)
-    predicted = metrics.predictions(model, test.images)
+    predicted, chosen = metrics.answers(model, test.images)
     assert model.batches == [5, 5, 2]
     routes = np.array([0, 0, 0, 0] + [1] * 8)  # n < 3.4 - n / 10
-    assert (metrics.routes(model, test.images) == routes).all()
+    assert (chosen == routes).all()
     right = (test.labels < 2) == (routes == 0)
     assert (predicted == np.where(right, test.labels, 3 - test.labels)).all()
-    as_tensor = metrics.predictions(model, test.images[:])
-    assert (as_tensor == predicted).all()
+    as_tensor = metrics.answers(model, test.images[:])
+    assert (as_tensor[0] == predicted).all() and (as_tensor[1] == chosen).all()
 
 
 def test_by_task_takes_one_expert_for_a_whole_experience():
@@ -149,5 +150,5 @@ def test_evaluation_keeps_no_graph():
     model.weight = nn.Parameter(torch.ones(1))
     grads = []
     model.route = lambda images: grads.append((model.weight * 2).requires_grad) or torch.zeros(len(images)).long()
-    metrics.routes(model, test.images)
+    metrics.answers(model, test.images)
     assert grads == [False]

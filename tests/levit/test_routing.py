@@ -116,6 +116,45 @@ def test_fused_weighs_both_and_predicts_with_the_chosen_expert(kind):
     assert len(set(routes.tolist())) > 1
 
 
+@pytest.mark.parametrize("samples", [0, 3])
+def test_sparing_routes_are_those_of_all_scores_at_fewer_vae_losses(samples):
+    model = learned(levit.LEViT, routing="fused", route_samples=samples).model
+    query = random_images(model.cfg, 60, seed=5)
+    asked = []
+
+    def one(images, k):
+        asked.append(len(images))
+        return model.expert_elbo_loss(images, k)
+
+    for k in range(5):
+        torch.testing.assert_close(model.expert_elbo_loss(query, k), model.elbo_loss(query)[:, k])
+    for a, b in [(1.0, 0.0), (1.0, 1e-3), (0.3, 0.2), (0.0, 1.0), (1e-9, 1.0)]:
+        with patch.object(type(model.router.examples), "slopes", lambda *_, a=a, b=b: torch.tensor([a, b])):
+            model.router._plan = None
+            expected = model.router.scores(query, model.elbo_loss).argmax(1)
+            asked.clear()
+            assert torch.equal(model.router.route_sparingly(query, model.elbo_loss, one), expected)
+            assert torch.equal(model.route(query), expected) and torch.equal(model.answer(query)[1], expected)
+            if (a, b) == (1.0, 1e-3):
+                assert 60 <= sum(asked) < 120  # of 300
+            if (a, b) == (1e-9, 1.0):
+                assert sum(asked) == 300  # bounds alike: everyone has to be asked
+
+
+def test_a_router_switches_to_another_rule_without_learning_anything():
+    fused, vae = (learned(levit.LEViT, routing=routing).model for routing in ("fused", "vae"))
+    query = random_images(fused.cfg, 40, seed=5)
+    state = copy.deepcopy(fused.state_dict())
+    fused.router.switch("vae")
+    assert torch.equal(fused.route(query), fused.elbo_loss(query).argmin(1))
+    fused.router.switch("shared")
+    assert torch.equal(fused.route(query), learned(levit.LEViT, routing="shared").model.route(query))
+    assert equal(dict(state), dict(fused.state_dict()))
+    for router, wrong in [(fused.router, "all"), (vae.router, "shared")]:
+        with pytest.raises(ValueError, match=f"routing: expected vae.* of this model, got '{wrong}'"):
+            router.switch(wrong)
+
+
 def test_vae_is_the_published_rule_and_keeps_the_published_state(kind):
     model = build(kind, small_config(), 3)
     query = random_images(model.cfg, 20)
