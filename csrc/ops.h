@@ -35,9 +35,12 @@ std::vector<Tensor> expert_attention_train_backward(const Tensor& grad, const Te
                                                     const std::vector<Tensor>& kept, bool needs_patches);
 
 // images [B, F], encoder w1 b1 w2 b2 w_mu b_mu w_log_sigma b_log_sigma, decoder w1 b1 w2 b2 w3 b3, every w dense
-// [K, out, in], every b [K, out], noise [S, L] or none, all float32 or all float64 -> VAE losses [B, K]. For few images.
+// [K, out, in], every b [K, out], noise [S, L] or none, all float32 or all float64 -> VAE losses [B, K].
 Tensor elbo_loss(const Tensor& images, const std::vector<Tensor>& encoder, const std::vector<Tensor>& decoder,
                  double beta, const std::optional<Tensor>& noise);
+
+// images [B, F], encoder as of elbo_loss, noise [K, B, L], all float32 or all float64 -> mu + sigma * noise [K, B, L].
+Tensor vae_codes(const Tensor& images, const std::vector<Tensor>& encoder, const Tensor& noise);
 
 // features [M, K, N, E] float32, bfloat16 or float64 whose [N, E] are dense, gates [B or 1, K, H or 1] in the type of the
 // sums, index int64 [B] or none (B = M) -> [B, N, E] (equation 8)

@@ -17,10 +17,10 @@ from levit.config import LEViTConfig
 from levit.expert import Expert
 from levit.knowledge import KnowledgeBase, attention_weights, training_weights, vae_weights
 from levit.memory import Memory
-from levit.reference import classification_loss, features, patches
+from levit.reference import classification_loss, features, normal, patches
 from levit.routing import Prediction
-from levit.vae import LOG_SIGMA_RANGE
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
+from levit_kernels.vae_codes import vae_codes
 
 CHUNK = 256
 """Images evaluated at a time, so that temporaries do not grow with the batch."""
@@ -155,11 +155,13 @@ class LEViT(reference.LEViT):
         if self.cfg.vae != "mlp":
             encoded = [expert.vae.encode(images) for expert in self.frozen]
             return torch.stack([mu + log_sigma.exp() * e for (mu, log_sigma), e in zip(encoded, noise, strict=True)])
-        w1, b1, w2, b2, w_mu, b_mu, w_log_sigma, b_log_sigma = self.knowledge.vae(self.frozen).encoder
-        hidden = torch.tanh(images.flatten(1) @ w1 + b1[:, None])
-        hidden = torch.tanh(torch.baddbmm(b2[:, None], hidden, w2))
-        log_sigma = torch.baddbmm(b_log_sigma[:, None], hidden, w_log_sigma).clamp(*LOG_SIGMA_RANGE)
-        return torch.baddbmm(b_mu[:, None], hidden, w_mu) + log_sigma.exp() * noise
+        return vae_codes(images.flatten(1), self.knowledge.vae(self.frozen).encoder, noise)
+
+    def _active_codes(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
+        if self.cfg.vae != "mlp" or torch.is_grad_enabled():
+            return super()._active_codes(images, generator)
+        noise = normal((1, len(images), self.cfg.latent_dim), images, generator)
+        return vae_codes(images.flatten(1), vae_weights(self.active).encoder, noise)[0]
 
     def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.active.parameters(), lr=learning_rate, fused=True)

@@ -384,10 +384,10 @@ class LEViT(nn.Module):
     def _active_codes(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
         """A fresh sample of the active VAE's codes, [M, C, S, S] → [M, L]."""
         mu, log_sigma = self.active.vae.encode(images)
-        return mu + log_sigma.exp() * _normal(mu.shape, mu, generator)
+        return mu + log_sigma.exp() * normal(mu.shape, mu, generator)
 
     def _vae_training_loss(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
-        noise = _normal((len(images), self.cfg.latent_dim), images, generator)
+        noise = normal((len(images), self.cfg.latent_dim), images, generator)
         return self.active.vae.loss(images, noise).mean()
 
     def _route_noise(self) -> Tensor | None:
@@ -398,7 +398,7 @@ class LEViT(nn.Module):
         return fixed_noise(self.cfg.seed, self.cfg.route_samples, self.cfg.latent_dim, like.dtype, like.device)
 
 
-def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Standard normal numbers; a CPU generator serves every device, so that runs agree across devices."""
     device = like.device if generator is None else generator.device
     return torch.randn(shape, generator=generator, device=device, dtype=like.dtype).to(like.device)

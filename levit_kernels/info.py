@@ -54,6 +54,7 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, tuple]:
         "latent_distance": (new(experts, batch, latent), new(batch, latent)),
         "expansion_distances": (new(batch, pixels), encoder, new(batch, latent), new(experts, batch, latent)),
         "elbo_loss": (new(batch, pixels), encoder, decoder, 0.5, None),
+        "vae_codes": (new(batch, pixels), encoder, new(experts, batch, latent)),
         "task_attention": (
             new(experts, width),
             new(batch, length, width),

@@ -14,6 +14,7 @@ from ..composed import dkf_fuse as composed_dkf_fuse
 from ..composed import elbo_loss as composed_elbo_loss
 from ..composed import expert_attention as composed_attention
 from ..composed import task_attention as composed_tasks
+from ..composed import vae_codes as composed_codes
 from ..composed.expert_attention_backward import expert_attention_backward as composed_attention_backward
 from ..composed.latent_distance import latent_distance_backward
 from ..composed.linear import matmul
@@ -153,14 +154,26 @@ def elbo_loss(
 ) -> torch.Tensor:
     """See levit_kernels.elbo_loss.
 
-    The kernel streams weights of nn.Linear's layout past few images. Many images make matrix products, which torch
-    computes at the CPU's peak, and another layout would have to be copied: both are left to torch.
+    The kernel reads weights in nn.Linear's layout; another one would have to be copied and is left to torch.
     """
-    rows = len(images) * (1 if noise is None else len(noise))
-    weights = [x.transpose(1, 2) if x.dim() == 3 else x for x in (*encoder, *decoder)]
-    if rows > MOST_ROWS or not all(x.is_contiguous() for x in weights):
+    weights = _linear_layout([*encoder, *decoder])
+    if weights is None:
         return composed_elbo_loss.elbo_loss(images, encoder, decoder, beta, noise)
     return torch.ops.levit_native.elbo_loss(images, weights[:8], weights[8:], beta, noise)
+
+
+def vae_codes(images: torch.Tensor, encoder: Sequence[torch.Tensor], noise: torch.Tensor) -> torch.Tensor:
+    """See levit_kernels.vae_codes; natively where `elbo_loss` is."""
+    weights = _linear_layout(encoder)
+    if weights is None:
+        return composed_codes.vae_codes(images, encoder, noise)
+    return torch.ops.levit_native.vae_codes(images, weights, noise)
+
+
+def _linear_layout(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The weights as [K, out, in] without a copy, None where they are no views of that."""
+    views = [x.transpose(1, 2) if x.dim() == 3 else x for x in weights]
+    return views if all(x.is_contiguous() for x in views) else None
 
 
 def task_attention(
@@ -191,9 +204,6 @@ def task_attention(
     return matmul(heads.view(-1, width), wo.t(), bo).view(batch, count, width)
 
 
-MOST_ROWS = 6
-"""Codes up to which reading the weights, not the arithmetic, is what elbo_loss costs."""
-
 PROJECTED_BYTES = 8 << 20
 """Keys and values that task_attention holds at a time: as the kernel makes one pass over them, few large products count
 for more than a small cache."""
@@ -213,6 +223,7 @@ OPS = {
     "latent_distance_backward": latent_distance_backward,
     "elbo_loss": elbo_loss,
     "elbo_loss_backward": composed_elbo_loss.elbo_loss_backward,
+    "vae_codes": vae_codes,
     "task_attention": task_attention,
     "task_attention_backward": composed_tasks.task_attention_backward,
     "dkf_fuse": dkf_fuse,

@@ -16,6 +16,7 @@ from ..expert_attention import expert_attention_reference, reference_stages
 from ..gates import gated_sum
 from ..latent_distance import latent_distance_reference
 from ..task_attention import task_attention_reference
+from ..vae_codes import vae_codes_reference
 from .registry import Backend
 
 _KEYS = (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.ADInplaceOrView)
@@ -101,6 +102,7 @@ OPS = {
     "expansion_distances_backward": _expansion_distances_backward,
     "elbo_loss": elbo_loss_reference,
     "elbo_loss_backward": _elbo_loss_backward,
+    "vae_codes": vae_codes_reference,
     "task_attention": _dense(task_attention_reference),
     "task_attention_backward": _task_attention_backward,
 }

@@ -12,6 +12,7 @@ from ..composed import (
     expert_attention_backward,
     latent_distance,
     task_attention,
+    vae_codes,
 )
 from .registry import Backend, device_of
 
@@ -27,6 +28,7 @@ OPS = {
     "expansion_distances_backward": expansion_distances.expansion_distances_backward,
     "elbo_loss": elbo_loss.elbo_loss,
     "elbo_loss_backward": elbo_loss.elbo_loss_backward,
+    "vae_codes": vae_codes.vae_codes,
     "task_attention": task_attention.task_attention,
     "task_attention_backward": task_attention.task_attention_backward,
 }

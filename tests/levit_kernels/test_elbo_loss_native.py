@@ -1,4 +1,4 @@
-"""The native elbo_loss: few images, weights in nn.Linear's layout; everything else goes to the composed op."""
+"""The native elbo_loss: weights in nn.Linear's layout; another layout goes to the composed op."""
 
 import pytest
 import torch
@@ -14,6 +14,10 @@ SIZES = {
     "mnist-samples": dict(B=2, K=2, F=784, h1=200, h2=200, L=50, g1=200, g2=200, S=3),
     "odd": dict(B=6, K=3, F=31, h1=17, h2=9, L=5, g1=8, g2=13),
     "odd-samples": dict(B=2, K=5, F=70, h1=65, h2=64, L=66, g1=63, g2=1, S=2),
+    "lanes": dict(B=33, K=2, F=40, h1=25, h2=12, L=13, g1=11, g2=30),
+    "few-many-codes": dict(B=3, K=2, F=40, h1=25, h2=12, L=13, g1=11, g2=30, S=7),
+    "blocks": dict(B=300, K=2, F=21, h1=9, h2=8, L=3, g1=5, g2=7, S=2),
+    "a-block-of-one": dict(B=2, K=1, F=21, h1=9, h2=8, L=3, g1=5, g2=7, S=300),
     "ones": dict(B=1, K=1, F=1, h1=1, h2=1, L=1, g1=1, g2=1, S=1),
 }
 
@@ -78,8 +82,7 @@ def test_nan_and_inf_pass_through(value):
     torch.testing.assert_close(losses, expected, equal_nan=True)
 
 
-def test_many_images_and_other_layouts_are_left_to_torch():
+def test_other_layouts_are_left_to_torch():
     images, encoder, decoder, beta, noise = arguments("odd", torch.float32)
-    for case in ((torch.cat([images, images]), encoder), (images, [x.contiguous() for x in encoder])):
-        with pytest.raises(AssertionError, match="the composed op was called"):
-            elbo_loss(*case, decoder, beta, noise)
+    with pytest.raises(AssertionError, match="the composed op was called"):
+        elbo_loss(images, [x.contiguous() for x in encoder], decoder, beta, noise)

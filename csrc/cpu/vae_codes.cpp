@@ -1,0 +1,85 @@
+// Sampled codes of K MLP VAEs for the images that enter the memory: mu + sigma * noise.
+#include "../ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "../errors.h"
+#include "mlp_vae.h"
+
+namespace levit {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+constexpr int64_t kBlockImages = 256;  // images of a task: what is kept of them stays in the cache
+
+// noise [batch, L] -> codes [batch, L] of expert k, for images that are laid out
+template <class T>
+void codes_of(const Encoder<T>& encoder, int64_t k, const T* images, int64_t batch, const T* noise, T* codes) {
+  const Layout<T> layout(batch);
+  const int64_t latent = encoder.latent();
+  std::vector<T> mu(layout.rows * latent), log_sigma(layout.rows * latent);
+  encode(encoder, k, images, layout, mu.data(), log_sigma.data());
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t l = 0; l < latent; ++l, ++noise, ++codes) {
+      const int64_t i = layout.at(b, l, latent);
+      *codes = mu[i] + std::exp(log_sigma[i]) * *noise;
+    }
+  }
+}
+
+template <class T>
+void compute(const Tensor& images, const std::vector<Tensor>& weights, const Tensor& noise, Tensor& codes) {
+  const int64_t experts = noise.size(0), batch = images.size(0), pixels = images.size(1);
+  const Encoder<T> encoder = encoder_of<T>("vae_codes", weights, experts, images.scalar_type());
+  const int64_t latent = encoder.latent();
+  if (encoder.pixels() != pixels || !encoder.follows() || noise.size(1) != batch || noise.size(2) != latent) {
+    fail("vae_codes: the sizes of the layers do not follow from each other for images ", shape(images), " and noise ",
+         shape(noise));
+  }
+  const auto* from = static_cast<const T*>(images.data_ptr());
+  const auto* draws = static_cast<const T*>(noise.data_ptr());
+  auto* to = static_cast<T*>(codes.data_ptr());
+  const int64_t blocks = (batch + kBlockImages - 1) / kBlockImages;
+  std::vector<std::vector<T>> laid_out(blocks);
+  const auto images_of = [&](int64_t block) { return std::min(kBlockImages, batch - block * kBlockImages); };
+  torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const Layout<T> layout(images_of(block));
+      laid_out[block].resize(layout.rows * pixels);
+      lay_out(from + block * kBlockImages * pixels, images_of(block), pixels, 1, layout, laid_out[block].data());
+    }
+  });
+  torch::stable::parallel_for(0, experts * blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {  // all blocks of an expert while its weights are near
+      const int64_t k = task / blocks, block = task % blocks, first = (k * batch + block * kBlockImages) * latent;
+      codes_of(encoder, k, laid_out[block].data(), images_of(block), draws + first, to + first);
+    }
+  });
+}
+
+}  // namespace
+
+Tensor vae_codes(const Tensor& images, const std::vector<Tensor>& encoder, const Tensor& noise) {
+  if (images.dim() != 2 || noise.dim() != 3 || noise.scalar_type() != images.scalar_type()) {
+    fail("vae_codes: takes images [B, F] and noise [K, B, L] of one dtype, got ", shape(images), " and ", shape(noise));
+  }
+  const Tensor dense_images = torch::stable::contiguous(images), dense_noise = torch::stable::contiguous(noise);
+  Tensor codes = torch::stable::new_empty(noise, {noise.size(0), noise.size(1), noise.size(2)});
+  if (images.scalar_type() == ScalarType::Float) {
+    compute<float>(dense_images, encoder, dense_noise, codes);
+  } else if (images.scalar_type() == ScalarType::Double) {
+    compute<double>(dense_images, encoder, dense_noise, codes);
+  } else {
+    fail("vae_codes: images must be float32 or float64, got ", torch::headeronly::toString(images.scalar_type()));
+  }
+  return codes;
+}
+
+}  // namespace levit
