@@ -1,7 +1,7 @@
 """The op suite on the triton backend: curated sizes, precisions and layouts, all gradients, against float64."""
 
 import pytest
-from op_cases import LAYOUTS, TRITON_OPS, curated
+from op_cases import LAYOUTS, OPS, curated
 from test_ops import check
 
 # the interpreter takes a tenth of a millisecond per operation and program: `make test` runs these, the rest is "full"
@@ -11,20 +11,22 @@ QUICK = {
         expert_attention-ones-BK1 dkf_fuse-all-rows-K dkf_fuse-odd-BKH dkf_fuse-odd-KH-zeros dkf_fuse-one-row-BK1-zeros
         dkf_fuse-ones-K latent_distance-cifar latent_distance-odd latent_distance-ones expansion_distances-odd
         expansion_distances-mean-codes expansion_distances-ones elbo_loss-one-expert elbo_loss-ones
+        task_attention-odd task_attention-odd-many task_attention-fifty-tokens task_attention-ones
     """.split(),
     "bf16": """
         expert_attention-one-token-none expert_attention-one-token-BK1-zeros dkf_fuse-all-rows-BKH dkf_fuse-odd-K
         latent_distance-odd expansion_distances-one-expert elbo_loss-one-expert
+        task_attention-one-token task_attention-one-patch
     """.split(),
     "f16": """
         expert_attention-one-token-K dkf_fuse-all-rows-KH latent_distance-odd expansion_distances-one-expert
-        elbo_loss-one-expert
+        elbo_loss-one-expert task_attention-one-token task_attention-one-patch
     """.split(),
 }
 CASES = [
     pytest.param(op, sizes, dtype, id=f"{op}-{name}-{dtype}", marks=[] if quick else pytest.mark.full)
     for dtype in QUICK
-    for op in TRITON_OPS
+    for op in OPS
     for name, sizes in curated(op)
     for quick in [f"{op}-{name}" in QUICK[dtype]]
 ]
@@ -36,15 +38,15 @@ def test_result_and_gradients(op, sizes, dtype):
 
 
 def test_the_quick_cases_exist():
-    known = {f"{op}-{name}" for op in TRITON_OPS for name, _ in curated(op)}
+    known = {f"{op}-{name}" for op in OPS for name, _ in curated(op)}
     assert not {name for names in QUICK.values() for name in names} - known
 
 
 SMALL = {"expert_attention": "one-token", "dkf_fuse": "one-row", "expansion_distances": "one-expert"}
-SMALL |= {"latent_distance": "odd", "elbo_loss": "one-expert"}
+SMALL |= {"latent_distance": "odd", "elbo_loss": "one-expert", "task_attention": "one-token"}
 LAID_OUT = [
     pytest.param(op, {**case.sizes[name], **extra}, id="-".join([op, name, *map(str, extra.values())]), marks=marks)
-    for op, case in TRITON_OPS.items()
+    for op, case in OPS.items()
     for name, marks in ((SMALL[op], []), ("odd", [pytest.mark.full]))
     for extra in ([{"gates": "KH"}, {"gates": "BK1", "zeros": True}] if "H" in case.sizes["odd"] else [{}])
 ]
