@@ -94,9 +94,9 @@ class DyTox(nn.Module):
         like, dim = self.tabs[0].norm1.weight, self.cfg.embed_dim
         token = nn.init.trunc_normal_(torch.empty(1, 1, dim), std=STD, generator=generator)
         self.task_tokens.append(nn.Parameter(token.to(like)))
-        self.head.append(_new_classifier(dim, num_classes, generator).to(like))
+        self.head.append(new_classifier(dim, num_classes, generator).to(like))
         if self.num_tasks > 1 and self.cfg.divergence:
-            self.head_div = _new_classifier(dim, num_classes + 1, generator).to(like)
+            self.head_div = new_classifier(dim, num_classes + 1, generator).to(like)
 
     def forward(self, images: Tensor) -> Tensor:
         """images [B, C, S, S], uint8 or in [0, 1] → logits [B, classes]; their sigmoids are the outputs."""
@@ -114,15 +114,14 @@ class DyTox(nn.Module):
 
     def route(self, images: Tensor) -> Tensor:
         """The task whose class has the largest logit: [B] int64."""
-        tasks = torch.repeat_interleave(torch.tensor(self.classes_per_task))
-        return tasks.to(images.device)[self(images).argmax(1)]
+        return self._task_of_output()[self(images).argmax(1)]
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Prediction:
         """Label, its task, its sigmoid value (not calibrated); every image counts as known: [B, C, S, S] → [B] each."""
         confidence, label = self(images).sigmoid().max(1)
-        tasks = torch.repeat_interleave(torch.tensor(self.classes_per_task)).to(images.device)
-        return Prediction(label, tasks[label], confidence, torch.ones_like(label, dtype=torch.bool))
+        known = torch.ones_like(label, dtype=torch.bool)
+        return Prediction(label, self._task_of_output()[label], confidence, known)
 
     def embeddings(self, images: Tensor) -> Tensor:
         """images [B, C, S, S] → what the decoder says for each task token, [B, T, D]."""
@@ -211,6 +210,9 @@ class DyTox(nn.Module):
             shapes |= {f"{name}.head.weight": (count, dim), f"{name}.head.bias": (count,)}
         return shapes
 
+    def _task_of_output(self) -> Tensor:
+        return torch.repeat_interleave(torch.tensor(self.classes_per_task, device=self.mean.device))
+
     def _classify(self, embeddings: Tensor) -> Tensor:
         return torch.cat([head(x) for head, x in zip(self.head, embeddings.unbind(1), strict=True)], 1)
 
@@ -273,7 +275,8 @@ def _block(cfg: DyToxConfig) -> Block:
     return Block(attention, cfg.embed_dim, cfg.mlp_ratio)
 
 
-def _new_classifier(dim: int, classes: int, generator: torch.Generator) -> Classifier:
+def new_classifier(dim: int, classes: int, generator: torch.Generator) -> Classifier:
+    """With weights drawn from the generator, on the CPU."""
     classifier, bound = Classifier(dim, classes), dim**-0.5
     with torch.no_grad():
         for parameter in classifier.head.parameters():
