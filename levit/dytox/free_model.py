@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from levit.dytox.config import DyToxConfig
-from levit.dytox.model import Classifier, DyTox, new_classifier, saved_classes
+from levit.dytox.model import Classifier, DyTox, new_classifier
+from levit.dytox.official import saved_classes
 
 
 class FreeDyTox(DyTox):

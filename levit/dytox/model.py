@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 
 from levit.dytox.blocks import GPSA, MHSA, STD, Block, TaskBlock, initialise
 from levit.dytox.config import DyToxConfig
+from levit.dytox.official import listed, official_config, saved_classes
 from levit.routing import Prediction
 
 
@@ -172,7 +171,7 @@ class DyTox(nn.Module):
         expected = self._expected_shapes(classes, divergence)
         missing, extra = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
         if missing or extra:
-            raise ValueError(f"state_dict: missing keys: {_listed(missing)}; keys that do not belong: {_listed(extra)}")
+            raise ValueError(f"state_dict: missing keys: {listed(missing)}; keys that do not belong: {listed(extra)}")
         for key, shape in expected.items():
             if state[key].shape != shape:
                 raise ValueError(f"state_dict: {key}: expected {list(shape)}, got {list(state[key].shape)}")
@@ -231,42 +230,6 @@ class DyTox(nn.Module):
                 block.attn.start_locally(self.cfg.locality_strength)
 
 
-def saved_classes(state: Mapping[str, Tensor]) -> tuple[list[int], int | None]:
-    """Of a state_dict: the classes of each task (0 where its head is missing), and the divergence head's outputs."""
-    numbers = [int(found[1]) for key in state if (found := re.match(r"(?:task_tokens|head)\.(\d+)(?:\.|$)", key))]
-    heads = [state.get(f"head.{t}.head.weight") for t in range(max(numbers, default=-1) + 1)]
-    divergence = state.get("head_div.head.weight")
-    any_divergence = any(key.startswith("head_div.") for key in state)
-    count = 0 if divergence is None else len(divergence)
-    return [0 if head is None else len(head) for head in heads], count if any_divergence else None
-
-
-def official_config(state: Mapping[str, Tensor], **overrides: Any) -> DyToxConfig:
-    """The configuration that a state_dict of the public implementation has (blocks with gated positional attention)."""
-    needed = ("patch_embed.proj.weight", "pos_embed", "sabs.0.attn.gating_param", "sabs.0.mlp.fc1.weight")
-    if missing := [key for key in needed if key not in state]:
-        raise ValueError(f"state_dict: missing keys: {_listed(missing)}")
-    dim, channels, patch, _ = state["patch_embed.proj.weight"].shape
-    classes, _ = saved_classes(state)
-    image_size = math.isqrt(state["pos_embed"].shape[1]) * patch
-    cifar = image_size == 32
-    return DyToxConfig.preset(
-        "dytox-cifar100" if cifar else "dytox-imagenet100",
-        **{
-            "image_size": image_size,
-            "channels": channels,
-            "patch_size": patch,
-            "embed_dim": dim,
-            "num_heads": len(state["sabs.0.attn.gating_param"]),
-            "mlp_ratio": len(state["sabs.0.mlp.fc1.weight"]) / dim,
-            "depth": 1 + max(int(key.split(".")[1]) for key in state if key.startswith("sabs.")),
-            "num_classes": max(1, sum(classes)),
-            "first_classes": max(1, sum(classes)),
-            **overrides,
-        },
-    )
-
-
 def _block(cfg: DyToxConfig) -> Block:
     if cfg.attention == "gpsa":
         attention = GPSA(cfg.embed_dim, cfg.num_heads, cfg.image_size // cfg.patch_size)
@@ -303,7 +266,3 @@ def _timm_backbone(cfg: DyToxConfig) -> nn.Module:
         got = f"{cfg.embed_dim}; {cfg.backbone!r} is {model.num_features} wide"
         raise ValueError(f"embed_dim: expected that of the backbone, got {got}")
     return model
-
-
-def _listed(keys: list[str]) -> str:
-    return ", ".join(keys) if keys else "none"
