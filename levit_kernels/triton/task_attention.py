@@ -146,14 +146,13 @@ def tile_for(rows: int, patches: int, depth: int, dtype: torch.dtype) -> dict[st
     """The default configuration; float32 numbers, cut in two for the matrix units, take twice the registers."""
     wide, block_n = dtype == torch.float32, power_of_two(patches, 16)
     most_scores = 2048 if wide else 4096  # of a program; in a backward pass it holds as many gradients
-    tile = {
+    return {
         "ROWS": min(power_of_two(rows, 16), max(16, most_scores // block_n)),
         "BLOCK_N": block_n,
         "BLOCK_C": 16 if wide and block_n <= 128 else min(32, power_of_two(depth, 16)),
         "threads": 256 if wide else 128,
+        "num_stages": 2 if not wide else 3 if block_n <= 128 else 1,  # those with which no target spills
     }
-    # no registers are left for the addresses of a second stage
-    return tile | ({"num_stages": 1} if wide and block_n > 128 else {})
 
 
 @dataclass(frozen=True)
