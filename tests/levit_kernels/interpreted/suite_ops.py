@@ -44,10 +44,12 @@ def test_the_quick_cases_exist():
 
 SMALL = {"expert_attention": "one-token", "dkf_fuse": "one-row", "expansion_distances": "one-expert"}
 SMALL |= {"latent_distance": "odd", "elbo_loss": "one-expert", "task_attention": "one-token"}
+# expanded, all rows of "odd" are one, and what that draw makes of the 22 bits of 3 TF32 products exceeds the bound
+LARGER = {"task_attention": "odd-many"}
 LAID_OUT = [
     pytest.param(op, {**case.sizes[name], **extra}, id="-".join([op, name, *map(str, extra.values())]), marks=marks)
     for op, case in OPS.items()
-    for name, marks in ((SMALL[op], []), ("odd", [pytest.mark.full]))
+    for name, marks in ((SMALL[op], []), (LARGER.get(op, "odd"), [pytest.mark.full]))
     for extra in ([{"gates": "KH"}, {"gates": "BK1", "zeros": True}] if "H" in case.sizes["odd"] else [{}])
 ]
 
