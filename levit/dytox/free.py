@@ -1,4 +1,4 @@
-"""Task-free DyTox: a token is added when the stream surprises the model, not when somebody says that a task ends.
+"""Task-free DyTox [D]: a token is added when the stream surprises the model, not when somebody says that a task ends.
 
 Batches arrive one after another, without task labels, and are seen once. Before anything is learned from a batch, one
 chart of rule `calibrated` (`levit.detector`, docs/expansion.md) takes in how surprising its labels are: their mean

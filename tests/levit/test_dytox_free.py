@@ -1,30 +1,20 @@
 """Task-free DyTox: the changes of made-up streams are found, classes get outputs, and resuming leaves no trace."""
 
 import copy
-import json
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from dytox_helpers import small
-from stream_helpers import write_npz
-from test_dytox_run import Watcher, same
+from dytox_helpers import batches, images_of, small
+from test_dytox_run import same
 
-from levit import cli
 from levit.detection import score
 from levit.detector import WARM_UP, limit_for
-from levit.dytox.arguments import parse_dytox
 from levit.dytox.config import DyToxConfig
 from levit.dytox.free import FreeDyToxLearner
 from levit.dytox.free_model import FreeDyTox
 from levit.dytox.rehearsal import Reservoir
-from levit.dytox.run import build_training
-from levit.families import family_of
-from levit.inference import load_model
-from levit.runs import RunDirectory
-from levit.train import Interrupted, train
 
 BATCH = 8
 
@@ -33,23 +23,6 @@ def make(dtype=torch.float32, **overrides):
     fields = dict(num_classes=8, first_classes=2, embed_dim=16, depth=1, augment=False)
     fields |= dict(stream_batch=BATCH, batch_size=32, memory_size=60, learning_rate=1e-2)
     return FreeDyToxLearner(FreeDyTox(small(**(fields | overrides))).to(dtype))
-
-
-def images_of(labels, generator):
-    """Noise, and a bright corner in a colour: every label from 0 to 7 has its own."""
-    images = 0.3 * torch.rand(len(labels), 3, 8, 8, generator=generator)
-    for image, label in zip(images, labels.tolist(), strict=True):
-        row, column = label % 2, label // 2
-        image[label % 3, 4 * row : 4 * row + 4, 2 * column : 2 * column + 2] += 0.6
-    return images
-
-
-def batches(labels, count, seed=0, size=BATCH):
-    """`count` batches of these labels."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        drawn = torch.tensor(labels)[torch.randint(len(labels), (size,), generator=generator)]
-        yield images_of(drawn, generator), drawn
 
 
 def watch(learner, stream):
@@ -119,6 +92,42 @@ class TestStream:
 
     def test_the_limit_belongs_to_one_chart(self):
         assert make(false_alarms_every=50_000).chart.limit == pytest.approx(limit_for(50_000 / BATCH))
+
+
+class TestUpdate:
+    def test_of_the_first_batch_is_adamw_on_the_cross_entropy(self):
+        learner = make(torch.float64, memory_size=0, learning_rate=1e-3)
+        images, labels = next(batches((6, 3), 1))
+        images = images.double()
+        twin = FreeDyTox(learner.cfg).double()
+        order = list(dict.fromkeys(labels.tolist()))
+        twin.learn_labels(order, new_token=True)
+        targets = torch.stack([(labels == label).double() for label in order], 1)
+        loss = F.binary_cross_entropy_with_logits(twin.training_outputs(images)[0], targets)
+        assert learner.observe(images, labels).loss == pytest.approx(loss.item(), rel=1e-12)
+        optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3, weight_decay=learner.cfg.weight_decay)
+        loss.backward()
+        optimizer.step()
+        for (key, got), want in zip(learner.model.named_parameters(), twin.parameters(), strict=True):
+            if not key.endswith("pos_proj.bias"):  # under softmax: Adam follows rounding
+                torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9, msg=key)
+
+    def test_every_batch_is_filled_from_the_memory_in_equal_parts(self):
+        learner = make(batch_size=400)
+        watch(learner, [*batches((5, 1), 40), *batches((0, 7), 10, seed=1)])
+        images, columns = learner.memory.all()
+        _, targets = learner._batch(images[:0], columns[:0], 0)
+        assert targets.shape == (400, 4) and (targets.sum(0) - 100).abs().max() < 45  # five deviations
+
+    def test_of_old_tokens_and_heads_only_where_they_may(self):
+        for freeze in (True, False):
+            learner = make(freeze_old=freeze)
+            watch(learner, [*batches((5, 1), 40), *batches((0, 7), 8, seed=1)])
+            before = learner.model.task_tokens[0].clone(), learner.model.head[0].head.weight.clone()
+            watch(learner, batches((0, 7), 2, seed=2))
+            after = learner.model.task_tokens[0], learner.model.head[0].head.weight
+            assert learner.model.num_tasks == 2
+            assert all(torch.equal(*pair) is freeze for pair in zip(before, after, strict=True))
 
 
 class TestModel:
@@ -228,76 +237,3 @@ class TestInput:
     def test_settings(self):
         with pytest.raises(ValueError, match="false_alarms_every: expected at least 100 stream batches, got 999"):
             DyToxConfig(false_alarms_every=999)
-
-
-SMALL = (
-    "--method dytox-free --image-size 8 --patch-size 4 --embed-dim 8 --num-heads 2 --depth 1 --num-classes 4 "
-    "--stream-batch 4 --batch-size 12 --memory-size 12 --threads 1"
-).split()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Under the name of CIFAR-10: 4 classes, 70 training images each."""
-    random, arrays = np.random.RandomState(0), {}
-    for part, count in (("train", 70), ("test", 5)):
-        labels = random.permutation(np.repeat(np.arange(4), count))
-        images = images_of(torch.from_numpy(labels), torch.Generator().manual_seed(count))
-        arrays[f"x_{part}"] = (255 * images).permute(0, 2, 3, 1).byte().numpy()
-        arrays[f"y_{part}"] = labels.astype(np.uint8)
-    folder = tmp_path_factory.mktemp("data")
-    write_npz(folder, "cifar10", **arrays)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def finished(data, tmp_path_factory):
-    threads, path = torch.get_num_threads(), tmp_path_factory.mktemp("runs") / "a"
-    assert cli.main(["train", "dytox-cifar10", *SMALL, "--data-dir", str(data), "--out", str(path), "--quiet"]) == 0
-    torch.set_num_threads(threads)
-    return path
-
-
-class TestRun:
-    def test_files_and_results(self, finished):
-        names = {path.name for path in finished.iterdir()}
-        written = {"config.json", "stream.npz", "metrics.csv", "results.json", "checkpoint.pt", "report.html"}
-        assert names == written | {".lock", "accuracy.png", "matrix.png"}
-        results = json.loads((finished / "results.json").read_text())
-        assert results["method"] == "dytox-free" and results["num_experts"] == 2
-        detection = score(results["expansions"], [140])
-        assert detection.misses == detection.false_alarms == 0 and max(detection.delays) <= 24
-        assert results["updates_per_sample"] == pytest.approx(70 / 280)
-        assert results["seen"] == [[70, 70, 0, 0], [0, 0, 70, 70]]
-        assert results["seen_accuracy"][1] == pytest.approx(results["final_accuracy"])
-        assert "one pass, no task labels" in (finished / "report.html").read_text().lower()
-
-    def test_rows_show_the_chart_and_its_limit(self, finished):
-        rows = [row for row in RunDirectory(finished).read_metrics() if row["min_distance"] is not None]
-        limit = parse_dytox("dytox-cifar10", SMALL).config.expansion_threshold
-        assert {row["threshold"] for row in rows} == {float(f"{limit:.6g}")}
-        assert any(row["min_distance"] > limit for row in rows)
-
-    def test_stopping_leaves_no_trace(self, finished, data, tmp_path):
-        args = parse_dytox("dytox-cifar10", SMALL)
-
-        def go(watcher, resume):
-            stream = family_of("dytox-cifar10").run_stream(args.config, args.run, data, False)
-            options = dict(preset="dytox-cifar10", resume=resume, build=build_training)
-            return train(RunDirectory(tmp_path / "b"), args.config, args.run, stream, watcher, **options)
-
-        with pytest.raises(Interrupted, match="stopped and saved at image 148 of 280"):
-            go(Watcher(at=37), False)
-        go(Watcher(), True)
-        first, second = (json.loads((path / "results.json").read_text()) for path in (finished, tmp_path / "b"))
-        assert same(first, second)
-        states = [torch.load(p / "checkpoint.pt", weights_only=True)["learner"] for p in (finished, tmp_path / "b")]
-        assert same(*states)
-
-    def test_other_commands_read_it(self, finished, data, capsys):
-        assert cli.main(["eval", str(finished), "--data-dir", str(data), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["accuracy"] == pytest.approx(json.loads((finished / "results.json").read_text())["final_accuracy"])
-        assert isinstance(load_model(RunDirectory(finished)), FreeDyTox)
-        assert cli.main(["report", str(finished)]) == 0
-        assert "dytox-cifar10 dytox-free" in capsys.readouterr().out

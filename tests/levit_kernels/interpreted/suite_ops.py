@@ -1,8 +1,11 @@
 """The op suite on the triton backend: curated sizes, precisions and layouts, all gradients, against float64."""
 
 import pytest
-from op_cases import LAYOUTS, OPS, curated
+import torch
+from op_cases import LAYOUTS, OPS, curated, evaluate, to_dtype
 from test_ops import check
+
+import levit_kernels
 
 # the interpreter takes a tenth of a millisecond per operation and program: `make test` runs these, the rest is "full"
 QUICK = {
@@ -59,3 +62,16 @@ LAID_OUT = [
 def test_memory_layouts(op, sizes, layout):
     assert layout in LAYOUTS
     check(op, sizes, "f32", "triton", layout, "expanded" if layout == "sliced" else "sliced")
+
+
+@pytest.mark.parametrize("tokens", [2, 5], ids=["folded", "projected"])
+def test_task_attention_computes_the_gradients_that_are_asked_for(tokens):
+    sizes = dict(B=2, T=tokens, N=3, heads=2, d=3)
+    args = to_dtype(OPS["task_attention"].make(torch.Generator().manual_seed(0), **sizes), torch.float32)
+    grad = torch.randn(2, tokens, 6, generator=torch.Generator().manual_seed(1))
+    with levit_kernels.use_backend("triton"):
+        _, every = evaluate(levit_kernels.task_attention, args, grad)
+        for i, want in enumerate(every):
+            one = args[i].clone().requires_grad_()
+            out = levit_kernels.task_attention(*args[:i], one, *args[i + 1 :])
+            assert torch.equal(*torch.autograd.grad(out, one, grad), want)
