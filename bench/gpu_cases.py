@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import levit_kernels
-from bench import work
+from bench import task_cases, work
 from levit import LEViTConfig
 from levit_kernels import gates as gating
 from levit_kernels.backends import registry
@@ -21,6 +21,7 @@ from levit_kernels.elbo_loss import elbo_loss_reference
 from levit_kernels.expansion_distances import expansion_distances_reference
 from levit_kernels.expert_attention import expert_attention_reference
 from levit_kernels.latent_distance import latent_distance_reference
+from levit_kernels.task_attention import task_attention_reference
 
 CFG = LEViTConfig.preset("split-mnist")
 PIXELS = CFG.channels * CFG.image_size**2
@@ -31,6 +32,7 @@ REFERENCES = {
     "latent_distance": latent_distance_reference,
     "expansion_distances": expansion_distances_reference,
     "elbo_loss": elbo_loss_reference,
+    "task_attention": task_attention_reference,
 }
 
 
@@ -53,8 +55,9 @@ class GpuCase:
         for name in BACKENDS:
             if registry.backends()[name].can_run(self.op, args):
                 yield name, partial(on_backend, name, self.function, args)
-        compiled = torch.compile(REFERENCES[self.op], fullgraph=True)
-        yield "compiled reference", lambda: compiled(*args)
+        if self.op != "task_attention":  # whose passes, one per token, take the compiler minutes
+            compiled = torch.compile(REFERENCES[self.op], fullgraph=True)
+            yield "compiled reference", lambda: compiled(*args)
         if self.op == "expert_attention":
             yield "sdpa", lambda: attention_by_sdpa(*args)
             compiled_sdpa = torch.compile(attention_by_sdpa, fullgraph=True)
@@ -184,6 +187,19 @@ def _routing(experts: int, batch: int, device: str, dtype: torch.dtype) -> tuple
     return new(batch, PIXELS), _encoder(new, experts), decoder, CFG.beta, None
 
 
+def _tasks(tokens: int, batch: int, device: str, dtype: torch.dtype) -> tuple:
+    new, width = _Random(device, dtype), task_cases.WIDTH
+    weights = [new(width, width, fan_in=width) for _ in range(4)]
+    return new(tokens, width), new(batch, task_cases.PATCHES, width), *weights, new(width), task_cases.HEADS, None
+
+
+def _task_case(tokens: int, batch: int) -> GpuCase:
+    needed = task_cases.attention_work(tokens, batch)
+    return GpuCase(
+        "task_attention", f"cifar T={tokens} B={batch}", partial(_tasks, tokens, batch), needed.flops, needed.bytes / 4
+    )
+
+
 def cases(experts: int = 32, batch: int = 64) -> list[GpuCase]:
     """Most important first."""
     store = batch * (experts - 1) * CFG.num_patches * CFG.feature_dim
@@ -213,6 +229,7 @@ def cases(experts: int = 32, batch: int = 64) -> list[GpuCase]:
             2 * experts * CFG.memory_size * work.encoder_weights(CFG),
             experts * work.encoder_weights(CFG),
         ),
+        *(_task_case(tokens, 2 * batch) for tokens in (50, 5)),  # over projected patches, and folded
     ]
     cifar = per_image + 2 * CFG.num_patches * (192 - CFG.patch_dim) * CFG.embed_dim
     return [

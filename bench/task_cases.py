@@ -112,12 +112,12 @@ def _forward(built: DyTox) -> Tensor:
     return built(torch.rand(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(6)))
 
 
-def attention_work(tokens: int) -> work.Work:
+def attention_work(tokens: int, batch: int = BATCH) -> work.Work:
     """The cheaper of both forms (`levit_kernels.composed.task_forms`), and the output projection."""
     folded = tokens * (2 * PATCHES * HEADS * WIDTH + WIDTH * WIDTH)
     projected = 2 * PATCHES * WIDTH * WIDTH + 2 * tokens * PATCHES * WIDTH
     each = min(folded, projected) + tokens * WIDTH * WIDTH
-    return work.Work(2 * BATCH * each, work.FLOAT * (4 * WIDTH * WIDTH + BATCH * (PATCHES + tokens) * WIDTH))
+    return work.Work(2 * batch * each, work.FLOAT * (4 * WIDTH * WIDTH + batch * (PATCHES + tokens) * WIDTH))
 
 
 OPS: dict[str, Callable[[], Case]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,8 @@ class Family:
 
 
 def _task_stream(cfg: dytox.DyToxConfig, options: Any, data_dir: str | None, download: bool) -> Stream:
-    return task_stream(cfg, configured_dataset(cfg, data_dir, download), options.limit, options.test_limit)
+    batch = cfg.stream_batch if options.method == "dytox-free" else None
+    return task_stream(cfg, configured_dataset(cfg, data_dir, download), options.limit, options.test_limit, batch)
 
 
 LEVIT = Family(
@@ -69,9 +71,14 @@ DYTOX = Family(
     "ends of tasks",
 )
 
+DYTOX_FREE = dataclasses.replace(DYTOX, protocol=LEVIT.protocol, borders=LEVIT.borders)
+"""The same presets, of the method that is not told of tasks."""
+
 ALL_PRESETS = PRESETS | DYTOX_PRESETS
 
 
-def family_of(preset: str) -> Family:
-    """The family of a preset; a name that is no preset's is taken for LEViT's."""
-    return DYTOX if preset in DYTOX_PRESETS else LEVIT
+def family_of(preset: str, method: str | None = None) -> Family:
+    """The family of a preset and method; a name that is no preset's is taken for LEViT's."""
+    if preset not in DYTOX_PRESETS:
+        return LEVIT
+    return DYTOX_FREE if method == "dytox-free" else DYTOX

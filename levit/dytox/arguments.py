@@ -18,12 +18,15 @@ examples:
   levit train dytox-cifar100 --first-classes 50 --classes-per-task 10      (B50 Inc10)
   levit train dytox-cifar100 --mixup 0.8                                   (DyTox+)
   levit train dytox-cifar10 --method finetune                              (the floor)
+  levit train dytox-cifar10 --method dytox-free                            (task-free: nobody says when a task ends)
 """
 
 
 @dataclass
 class DyToxArguments:
     """Train DyTox on the tasks of a preset's stream, one after another, and write a run directory.
+
+    With --method dytox-free no task is told: the stream is seen once, in batches of --stream-batch images.
 
     The directory holds config.json, metrics.csv, results.json, checkpoint.pt, plots and report.html. Ctrl-C saves a
     checkpoint; --resume goes on from it as if the run had never stopped. --separate makes a pass of the decoder per

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from levit.config import _choice, _expect, _is_int, _known
+from levit.detector import limit_for
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,14 @@ class DyToxConfig:
     seed: int = 0
     """The one seed: initialisation, order of the images, augmentation, order of the classes."""
 
+    # task-free (method dytox-free)
+    stream_batch: int = 10
+    """Images that arrive at a time."""
+    updates_per_batch: int = 1
+    """Updates while they are there, each of batch_size images: these, and others of the memory."""
+    false_alarms_every: int = 1_000_000
+    """Images between two false alarms, on average; fewer mean sooner detection."""
+
     # stream
     dataset: str = "cifar100"
     """A data set's name, an .npz file or a folder of pictures."""
@@ -100,7 +109,7 @@ class DyToxConfig:
         object.__setattr__(self, "std", tuple(self.std))
         at_least_one = (
             "image_size channels patch_size embed_dim num_heads depth epochs batch_size num_classes first_classes "
-            "classes_per_task"
+            "classes_per_task stream_batch updates_per_batch"
         )
         for names, least in ((at_least_one, 1), ("finetune_epochs warmup_epochs memory_size", 0)):
             for name in names.split():
@@ -117,6 +126,9 @@ class DyToxConfig:
             _expect(getattr(self, name) > 0, name, "more than 0", getattr(self, name))
         for name in ("weight_decay", "divergence", "mixup"):
             _expect(getattr(self, name) >= 0, name, "0 or more", getattr(self, name))
+        alarms = self.false_alarms_every
+        enough = _is_int(alarms) and alarms >= 100 * self.stream_batch
+        _expect(enough, "false_alarms_every", "at least 100 stream batches", alarms)
         _expect(_is_int(self.seed) and 0 <= self.seed < 2**31, "seed", "0 to 2^31 - 1", self.seed)
         _choice(self, "attention", ("gpsa", "mhsa"))
         _choice(self, "rehearsal", ("herding", "random"))
@@ -137,6 +149,11 @@ class DyToxConfig:
     def num_patches(self) -> int:
         """N: patches per image."""
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def expansion_threshold(self) -> float:
+        """The limit of the chart of method `dytox-free`."""
+        return limit_for(self.false_alarms_every / self.stream_batch)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON and checkpoints; `DyToxConfig(**d)` gives the same configuration back."""

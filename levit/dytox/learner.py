@@ -20,6 +20,28 @@ from levit.dytox.rehearsal import Rehearsal, herding
 EMBEDDING_BATCH = 256
 
 
+def training_loss(model: DyTox, teacher: DyTox | None, images: Tensor, targets: Tensor) -> Tensor:
+    """What a task is trained with: images [B, C, S, S], targets [B, classes] in the order of the heads' outputs."""
+    old = None
+    if teacher is not None:
+        with torch.no_grad():
+            old, _ = teacher.training_outputs(images)
+    logits, divergence = model.training_outputs(images)
+    return dytox_loss(logits, targets, old, divergence, model.cfg.divergence, model.cfg.temperature)
+
+
+@torch.no_grad()
+def most_important(model: DyTox, images: Tensor, count: int, seed: int) -> Tensor:
+    """Of a class's images [n, C, S, S] the `count` to keep (`DyToxConfig.rehearsal`), the most important first."""
+    if model.cfg.rehearsal == "random":
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:count]
+    else:
+        parts = images.split(EMBEDDING_BATCH)
+        said = [model.embeddings(part.to(model.mean.device)).flatten(1) for part in parts]  # by all tokens
+        order = herding(torch.cat(said), count)
+    return images[order.to(images.device)]
+
+
 class DyToxLearner:
     """Trains a `DyTox` on one task after another.
 
@@ -195,22 +217,8 @@ class DyToxLearner:
         classes, old = sum(self.model.classes_per_task), len(self.memory.classes)
         count, chosen = self.memory.per_class(classes), []
         for c in range(old, classes):
-            own = images[labels == c]
-            if self.cfg.rehearsal == "random":
-                generator = torch.Generator().manual_seed(self._seed("memory", c))
-                order = torch.randperm(len(own), generator=generator)[:count]
-            else:
-                order = herding(self._embeddings(own), count).cpu()
-            chosen.append(own[order.to(own.device)])
+            chosen.append(most_important(self.model, images[labels == c], count, self._seed("memory", c)))
         self.memory.add(chosen)
-
-    @torch.no_grad()
-    def _embeddings(self, images: Tensor) -> Tensor:
-        """What all tokens say of images [n, C, S, S]: [n, T·D]."""
-        parts = [
-            self.model.embeddings(part.to(self.model.mean.device)).flatten(1) for part in images.split(EMBEDDING_BATCH)
-        ]
-        return torch.cat(parts)
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """Images and targets of the coming step: a function of seed, task, phase and step."""
@@ -231,12 +239,7 @@ class DyToxLearner:
     def _loss(self, images: Tensor, targets: Tensor) -> Tensor:
         if self.phase == "finetune":
             return dytox_loss(self.model(images), targets)
-        old = None
-        if self.teacher is not None:
-            with torch.no_grad():
-                old = self.teacher(images)
-        logits, divergence = self.model.training_outputs(images)
-        return dytox_loss(logits, targets, old, divergence, self.cfg.divergence, self.cfg.temperature)
+        return training_loss(self.model, self.teacher, images, targets)
 
     def _seed(self, phase: str, *numbers: int) -> int:
         kind = {"train": 1, "finetune": 2, "memory": 3}[phase]

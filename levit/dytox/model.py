@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 
 from levit.dytox.blocks import GPSA, MHSA, STD, Block, TaskBlock, initialise
 from levit.dytox.config import DyToxConfig
+from levit.dytox.official import listed, official_config, saved_classes
 from levit.routing import Prediction
 
 
@@ -94,9 +93,9 @@ class DyTox(nn.Module):
         like, dim = self.tabs[0].norm1.weight, self.cfg.embed_dim
         token = nn.init.trunc_normal_(torch.empty(1, 1, dim), std=STD, generator=generator)
         self.task_tokens.append(nn.Parameter(token.to(like)))
-        self.head.append(_new_classifier(dim, num_classes, generator).to(like))
+        self.head.append(new_classifier(dim, num_classes, generator).to(like))
         if self.num_tasks > 1 and self.cfg.divergence:
-            self.head_div = _new_classifier(dim, num_classes + 1, generator).to(like)
+            self.head_div = new_classifier(dim, num_classes + 1, generator).to(like)
 
     def forward(self, images: Tensor) -> Tensor:
         """images [B, C, S, S], uint8 or in [0, 1] → logits [B, classes]; their sigmoids are the outputs."""
@@ -119,15 +118,14 @@ class DyTox(nn.Module):
     def answer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` and `route` say of images [B, C, S, S]."""
         logits = self(images)
-        tasks = torch.repeat_interleave(torch.tensor(self.classes_per_task))
-        return logits, tasks.to(images.device)[logits.argmax(1)]
+        return logits, self._task_of_output()[logits.argmax(1)]
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Prediction:
         """Label, its task, its sigmoid value (not calibrated); every image counts as known: [B, C, S, S] → [B] each."""
         confidence, label = self(images).sigmoid().max(1)
-        tasks = torch.repeat_interleave(torch.tensor(self.classes_per_task)).to(images.device)
-        return Prediction(label, tasks[label], confidence, torch.ones_like(label, dtype=torch.bool))
+        known = torch.ones_like(label, dtype=torch.bool)
+        return Prediction(label, self._task_of_output()[label], confidence, known)
 
     def embeddings(self, images: Tensor) -> Tensor:
         """images [B, C, S, S] → what the decoder says for each task token, [B, T, D]."""
@@ -178,7 +176,7 @@ class DyTox(nn.Module):
         expected = self._expected_shapes(classes, divergence)
         missing, extra = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
         if missing or extra:
-            raise ValueError(f"state_dict: missing keys: {_listed(missing)}; keys that do not belong: {_listed(extra)}")
+            raise ValueError(f"state_dict: missing keys: {listed(missing)}; keys that do not belong: {listed(extra)}")
         for key, shape in expected.items():
             if state[key].shape != shape:
                 raise ValueError(f"state_dict: {key}: expected {list(shape)}, got {list(state[key].shape)}")
@@ -216,6 +214,9 @@ class DyTox(nn.Module):
             shapes |= {f"{name}.head.weight": (count, dim), f"{name}.head.bias": (count,)}
         return shapes
 
+    def _task_of_output(self) -> Tensor:
+        return torch.repeat_interleave(torch.tensor(self.classes_per_task, device=self.mean.device))
+
     def _classify(self, embeddings: Tensor) -> Tensor:
         return torch.cat([head(x) for head, x in zip(self.head, embeddings.unbind(1), strict=True)], 1)
 
@@ -234,42 +235,6 @@ class DyTox(nn.Module):
                 block.attn.start_locally(self.cfg.locality_strength)
 
 
-def saved_classes(state: Mapping[str, Tensor]) -> tuple[list[int], int | None]:
-    """Of a state_dict: the classes of each task (0 where its head is missing), and the divergence head's outputs."""
-    numbers = [int(found[1]) for key in state if (found := re.match(r"(?:task_tokens|head)\.(\d+)(?:\.|$)", key))]
-    heads = [state.get(f"head.{t}.head.weight") for t in range(max(numbers, default=-1) + 1)]
-    divergence = state.get("head_div.head.weight")
-    any_divergence = any(key.startswith("head_div.") for key in state)
-    count = 0 if divergence is None else len(divergence)
-    return [0 if head is None else len(head) for head in heads], count if any_divergence else None
-
-
-def official_config(state: Mapping[str, Tensor], **overrides: Any) -> DyToxConfig:
-    """The configuration that a state_dict of the public implementation has (blocks with gated positional attention)."""
-    needed = ("patch_embed.proj.weight", "pos_embed", "sabs.0.attn.gating_param", "sabs.0.mlp.fc1.weight")
-    if missing := [key for key in needed if key not in state]:
-        raise ValueError(f"state_dict: missing keys: {_listed(missing)}")
-    dim, channels, patch, _ = state["patch_embed.proj.weight"].shape
-    classes, _ = saved_classes(state)
-    image_size = math.isqrt(state["pos_embed"].shape[1]) * patch
-    cifar = image_size == 32
-    return DyToxConfig.preset(
-        "dytox-cifar100" if cifar else "dytox-imagenet100",
-        **{
-            "image_size": image_size,
-            "channels": channels,
-            "patch_size": patch,
-            "embed_dim": dim,
-            "num_heads": len(state["sabs.0.attn.gating_param"]),
-            "mlp_ratio": len(state["sabs.0.mlp.fc1.weight"]) / dim,
-            "depth": 1 + max(int(key.split(".")[1]) for key in state if key.startswith("sabs.")),
-            "num_classes": max(1, sum(classes)),
-            "first_classes": max(1, sum(classes)),
-            **overrides,
-        },
-    )
-
-
 def _block(cfg: DyToxConfig) -> Block:
     if cfg.attention == "gpsa":
         attention = GPSA(cfg.embed_dim, cfg.num_heads, cfg.image_size // cfg.patch_size)
@@ -278,7 +243,8 @@ def _block(cfg: DyToxConfig) -> Block:
     return Block(attention, cfg.embed_dim, cfg.mlp_ratio)
 
 
-def _new_classifier(dim: int, classes: int, generator: torch.Generator) -> Classifier:
+def new_classifier(dim: int, classes: int, generator: torch.Generator) -> Classifier:
+    """With weights drawn from the generator, on the CPU."""
     classifier, bound = Classifier(dim, classes), dim**-0.5
     with torch.no_grad():
         for parameter in classifier.head.parameters():
@@ -305,7 +271,3 @@ def _timm_backbone(cfg: DyToxConfig) -> nn.Module:
         got = f"{cfg.embed_dim}; {cfg.backbone!r} is {model.num_features} wide"
         raise ValueError(f"embed_dim: expected that of the backbone, got {got}")
     return model
-
-
-def _listed(keys: list[str]) -> str:
-    return ", ".join(keys) if keys else "none"

@@ -66,3 +66,51 @@ class Rehearsal:
         if state["capacity"] != self.capacity:
             raise ValueError(f"memory: expected a capacity of {self.capacity} images, got {state['capacity']}")
         self.classes = list(state["classes"])
+
+
+class Reservoir(Rehearsal):
+    """A rehearsal memory that images enter as they come: of each class a sample of all that came, each as likely."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.came: list[int] = []
+        """Images of each class so far."""
+
+    def offer(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> None:
+        """Images [n, C, S, S] of classes [n]; a new class has the next number, and every other one makes room."""
+        if not self.capacity or not len(images):
+            return
+        new = int(labels.max()) + 1 - len(self.classes)
+        if new > 0:
+            self.add([images[:0]] * new)
+            self.came += [0] * new
+        most = self.per_class(len(self.classes))
+        for c in labels.unique().tolist():
+            own = images[labels == c]
+            room = max(0, most - len(self.classes[c]))
+            self.classes[c] = torch.cat([self.classes[c], own[:room]])
+            self.came[c] += min(room, len(own))
+            for image in own[room:]:
+                self.came[c] += 1
+                if (place := int(torch.randint(self.came[c], (), generator=generator))) < most:
+                    self.classes[c][place] = image
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Images [count, C, S, S] and labels [count] with replacement, each class as likely; it must hold an image."""
+        filled = [c for c, own in enumerate(self.classes) if len(own)]
+        sizes = torch.bincount(torch.randint(len(filled), (count,), generator=generator), minlength=len(filled))
+        images = []
+        for c, size in zip(filled, sizes.tolist(), strict=True):
+            own = self.classes[c]
+            images.append(own[torch.randint(len(own), (size,), generator=generator).to(own.device)])
+        labels = torch.repeat_interleave(torch.tensor(filled), sizes)
+        return torch.cat(images), labels.to(images[0].device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain types."""
+        return super().state_dict() | {"came": list(self.came)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        super().load_state_dict(state)
+        self.came = list(state["came"])

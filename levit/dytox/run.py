@@ -1,4 +1,4 @@
-"""A DyTox run: tasks of many epochs, in the run directory, with the metrics and the resuming of every other run."""
+"""A DyTox run, in the run directory, with the metrics and the resuming of every other run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from levit.dytox.config import DyToxConfig
+from levit.dytox.free import FreeDyToxLearner
+from levit.dytox.free_model import FreeDyTox
 from levit.dytox.learner import DyToxLearner
 from levit.dytox.model import DyTox
 from levit.learner import Event
@@ -24,8 +26,10 @@ from levit.train import Display, Interrupted, RowLog, Training, stop_requests
 METHODS: dict[str, dict[str, Any]] = {
     "dytox": {},
     "finetune": dict(memory_size=0, finetune_epochs=0, distillation=False, divergence=0.0, freeze_old=False),
+    "dytox-free": dict(freeze_old=False),
 }
-"""By name: fields that differ from the configuration's. `finetune` is the floor: the same network, and nothing else."""
+"""By name: fields that differ from the configuration's. `finetune` is the floor: the same network, and nothing else.
+`dytox-free` has no fine-tuning in which old tokens and heads could follow the encoder, so they always learn."""
 
 ROWS_PER_TASK = 20
 
@@ -34,8 +38,9 @@ ROWS_PER_TASK = 20
 class TaskOptions:
     """What shapes a run beside its `DyToxConfig`. A resumed run must have the same."""
 
-    method: Literal["dytox", "finetune"] = "dytox"
-    """DyTox, or the floor: the same network trained on each task's images alone, without memory or distillation."""
+    method: Literal["dytox", "finetune", "dytox-free"] = "dytox"
+    """DyTox; the floor, the same network trained on each task's images alone, without memory or distillation; or
+    task-free: one pass over the stream, and a token when an alarm of rule `calibrated` comes with new classes."""
     limit: int | None = None
     """Training images, of each task in proportion; None means all."""
     test_limit: int | None = None
@@ -43,19 +48,25 @@ class TaskOptions:
     eval_every: int = 1
     """Evaluate at the end of every n-th task; always after the last."""
     checkpoint_every: int = 500
-    """Updates between checkpoints; there is one at the end of each task too."""
+    """Updates between checkpoints; there is one at the end of each task too. Of dytox-free: images, and at its end."""
+    checkpoint_minutes: float = 5.0
+    """Of dytox-free: minutes between checkpoints, at most."""
+    log_every: int | None = None
+    """Of dytox-free: images between rows of metrics.csv, None a hundredth of the stream."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
-        for name in ("eval_every", "checkpoint_every"):
-            if (value := getattr(self, name)) < 1:
+        for name in ("eval_every", "checkpoint_every", "log_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        if not self.checkpoint_minutes > 0:
+            raise ValueError(f"checkpoint_minutes: expected more than 0, got {self.checkpoint_minutes}")
 
 
 def build_model(cfg: DyToxConfig, method: str) -> DyTox:
     """The model of a method, without a task."""
-    return DyTox(dataclasses.replace(cfg, **METHODS[method]))
+    return (FreeDyTox if method == "dytox-free" else DyTox)(dataclasses.replace(cfg, **METHODS[method]))
 
 
 def build_training(
@@ -66,9 +77,11 @@ def build_training(
     stream: Stream,
     device: str,
     logs: Sequence[Callable[[RunDirectory, int], RowLog]],
-) -> TaskTraining:
+) -> Training:
     """For `levit.train.train`."""
     model = build_model(cfg, options.method).to(device)
+    if isinstance(model, FreeDyTox):
+        return FreeTraining(run, options, config, stream, model, FreeDyToxLearner(model), device, logs)
     return TaskTraining(run, options, config, stream, model, DyToxLearner(model), device, logs)
 
 
@@ -150,14 +163,8 @@ class TaskTraining(Training):
         self.learner.load_state_dict(state, *data)
 
     def results(self) -> dict[str, Any]:
-        """As any run's, and the accuracy on the classes seen so far after each task, with its mean."""
-        counts = np.bincount(self.stream.test.experience, minlength=len(self.stream.ends))
-        seen = [
-            None if row is None else float(np.average(row[: i + 1], weights=counts[: i + 1]))
-            for i, row in enumerate(self.progress.matrix)
-        ]
-        known = [value for value in seen if value is not None]
-        return super().results() | {"seen_accuracy": seen, "average_incremental_accuracy": sum(known) / len(known)}
+        """As any run's, with `seen_accuracy`."""
+        return super().results() | seen_accuracy(self.progress.matrix, self.stream)
 
     def task_slice(self, task: int) -> slice:
         """Positions of a task's images in the stream."""
@@ -175,3 +182,22 @@ class TaskTraining(Training):
         bytes_do = images.data.scale == 255 and images.normalize is None
         pixels = torch.from_numpy(images.pixels[images.rows[here]]) if bytes_do else images[here]
         return pixels, torch.from_numpy(self.stream.labels[here])
+
+
+class FreeTraining(Training):
+    """A task-free learner on its way through a stream, batch by batch."""
+
+    def results(self) -> dict[str, Any]:
+        """As any run's, with `seen_accuracy`."""
+        return super().results() | seen_accuracy(self.progress.matrix, self.stream)
+
+
+def seen_accuracy(matrix: Sequence[Sequence[float] | None], stream: Stream) -> dict[str, Any]:
+    """Accuracy on the classes seen so far at the end of each experience, and its mean."""
+    counts = np.bincount(stream.test.experience, minlength=len(stream.ends))
+    seen = [
+        None if row is None else float(np.average(row[: i + 1], weights=counts[: i + 1]))
+        for i, row in enumerate(matrix)
+    ]
+    known = [value for value in seen if value is not None]
+    return {"seen_accuracy": seen, "average_incremental_accuracy": sum(known) / len(known)}

@@ -8,9 +8,16 @@ from levit.dytox.config import DyToxConfig
 from levit.streams import Dataset, Stream, scenarios
 
 
-def task_stream(cfg: DyToxConfig, data: Dataset, limit: int | None = None, test_limit: int | None = None) -> Stream:
+def task_stream(
+    cfg: DyToxConfig,
+    data: Dataset,
+    limit: int | None = None,
+    test_limit: int | None = None,
+    batch_size: int | None = None,
+) -> Stream:
     """B-m Inc-n over a data set; the learner is told classes by the order of their arrival, from 0 on.
 
+    batch_size: of the stream's batches, which task-free methods see; None takes the configuration's.
     `ValueError` where the data are not what the configuration says.
     """
     got = dict(channels=data.image_shape[0], image_size=data.image_shape[1], num_classes=data.num_classes)
@@ -26,4 +33,4 @@ def task_stream(cfg: DyToxConfig, data: Dataset, limit: int | None = None, test_
     plan = scenarios.limited_tests(plan, np.random.RandomState(cfg.seed), test_limit)
     arrival = np.empty(data.num_classes, dtype=np.int64)
     arrival[plan.class_order] = np.arange(data.num_classes)
-    return Stream(data, plan, batch_size=cfg.batch_size, labels=arrival, seed=cfg.seed)
+    return Stream(data, plan, batch_size=batch_size or cfg.batch_size, labels=arrival, seed=cfg.seed)

@@ -84,7 +84,9 @@ def run_title(config: Mapping[str, Any]) -> str:
 
 def protocols(configs: Sequence[Mapping[str, Any]]) -> str:
     """How these runs were trained and evaluated, in a line."""
-    shown = " | ".join(dict.fromkeys(family_of(config["preset"]).protocol for config in configs))
+    shown = " | ".join(
+        dict.fromkeys(family_of(config["preset"], config["options"]["method"]).protocol for config in configs)
+    )
     return f"{shown[0].upper()}{shown[1:]}; accuracy per sample over all classes."
 
 

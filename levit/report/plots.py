@@ -29,7 +29,12 @@ def write_plots(run: RunDirectory) -> list[Path]:
         "accuracy.png": accuracy_plot(config, run.read_metrics(), results["accuracy_matrix"]),
         "matrix.png": matrix_plot(results["accuracy_matrix"]),
     }
-    if config["options"]["method"] not in ("finetune", "slda", "dytox"):  # without a VAE, or without a trained one
+    if config["options"]["method"] not in (
+        "finetune",
+        "slda",
+        "dytox",
+        "dytox-free",
+    ):  # without a VAE, or without a trained one
         figures["samples.png"] = samples_plot(model)
         if model.cfg.gating == "learned" and model.num_experts > 1:
             figures["gates.png"] = gates_plot(model)
@@ -72,8 +77,9 @@ def accuracy_plot(
     top.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=3, frameon=False)
 
     if checks:
-        charts = config["config"].get("criterion") == "calibrated"
-        what = "larger sum of both charts" if charts else "smallest distance"
+        one = config["options"]["method"] == "dytox-free"
+        charts = one or config["config"].get("criterion") == "calibrated"
+        what = "sum of the chart" if one else "larger sum of both charts" if charts else "smallest distance"
         panels[1].plot(*_columns(checks, "min_distance"), ".", markersize=4, color=BLUE, label=what)
         panels[1].plot(*_columns(checks, "threshold"), color=ORANGE, label="limit" if charts else "threshold")
         panels[1].set(ylabel="expansion rule")
@@ -82,7 +88,7 @@ def accuracy_plot(
         panel.grid(alpha=0.3)
         for change in ends[:-1]:
             panel.axvline(change, color=GREY, linewidth=0.8, linestyle=":")
-    borders = family_of(config["preset"]).borders
+    borders = family_of(config["preset"], config["options"]["method"]).borders
     panels[-1].set(xlabel=f"images of the stream (dotted: {borders})", xlim=(0, ends[-1]))
     return figure
 

@@ -44,7 +44,7 @@ def result_rows(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> 
 
 def result_table(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Table:
     """`result_rows` for a terminal."""
-    protocols = dict.fromkeys(family_of(config["preset"]).protocol for config, _ in runs)
+    protocols = dict.fromkeys(family_of(config["preset"], config["options"]["method"]).protocol for config, _ in runs)
     table = Table(title=f"Per-sample accuracy over all classes, {' | '.join(protocols)}", title_justify="left")
     table.add_column(HEADINGS[0], overflow="fold")
     for heading in HEADINGS[1:]:

@@ -14,6 +14,8 @@ from . import (
     expert_attention,
     expert_attention_backward,
     latent_distance,
+    task_attention,
+    task_attention_backward,
 )
 from .launch import Launch, listening
 
@@ -106,6 +108,18 @@ def _elbo_loss(dtype: torch.dtype) -> None:
     elbo_loss.elbo_loss_backward(out, *args, [True] * 16)
 
 
+def _task_attention(batch: int, tokens: int, length: int) -> Callable[[torch.dtype], object]:
+    """The presets of DyTox, 12 heads of 32 columns."""
+
+    def run(dtype: torch.dtype) -> None:
+        weights = [_new(dtype, 384, 384) for _ in range(4)]
+        args = (_new(dtype, tokens, 384), _new(dtype, batch, length, 384), *weights, _new(dtype, 384), 12, None)
+        out = task_attention.task_attention(*args)
+        task_attention_backward.task_attention_backward(out, *args, [True] * 7)
+
+    return run
+
+
 CALLS = [
     Call("expert_attention", "cifar K=32 B=256, gated", _expert_attention(256, 32, 192, True)),
     Call("expert_attention", "mnist K=32 B=64, gated", _expert_attention(64, 32, 49, True)),
@@ -116,4 +130,8 @@ CALLS = [
     Call("latent_distance", "mnist K=31 M=2000", _latent_distance),
     Call("expansion_distances", "mnist K=31 M=2000", _expansion_distances),
     Call("elbo_loss", "mnist K=32 B=256 S=10", _elbo_loss),
+    Call("task_attention", "cifar T=50", _task_attention(128, 50, 64)),
+    Call("task_attention", "cifar T=10, folded", _task_attention(128, 10, 64)),
+    Call("task_attention", "imagenet T=50", _task_attention(128, 50, 196)),
+    Call("task_attention", "imagenet T=10, folded", _task_attention(128, 10, 196)),
 ]

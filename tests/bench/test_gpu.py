@@ -12,6 +12,7 @@ from bench.gpu import Report, Step, carry_out
 TINY = [
     ("expert_attention", lambda device, dtype: gpu_cases._attention(3, 2, 5, device, dtype)),
     ("dkf_fuse", lambda device, dtype: gpu_cases._fuse(3, 4, 6, device, dtype)),
+    ("task_attention", lambda device, dtype: gpu_cases._tasks(3, 2, device, dtype)),
 ]
 
 

@@ -203,6 +203,8 @@ OPS = {
             "many-tokens": dict(B=3, T=23, N=16, heads=4, d=12),
             "odd": dict(B=7, T=3, N=5, heads=3, d=5, scale=0.7),
             "odd-many": dict(B=7, T=11, N=5, heads=3, d=5),
+            "fifty-tokens": dict(B=2, T=50, N=17, heads=2, d=20),
+            "one-token": dict(B=2, T=1, N=7, heads=2, d=7),
             "one-patch": dict(B=4, T=5, N=1, heads=2, d=7),
             "ones": dict(B=1, T=1, N=1, heads=1, d=1),
         },
@@ -213,10 +215,6 @@ OPS = {
 def runs(name: str, op: str) -> bool:
     """Whether the backend has a kernel for the op."""
     return name != "cpu" or op in NATIVE_OPS
-
-
-TRITON_OPS = {op: case for op, case in OPS.items() if op != "task_attention"}
-"""Those that backend "triton" has kernels for."""
 
 
 def curated(op: str) -> Iterator[tuple[str, dict]]:

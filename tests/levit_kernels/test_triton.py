@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from op_cases import TRITON_OPS
+from op_cases import OPS
 
 from levit_kernels import BackendError, info, use_backend
 from levit_kernels.backends import registry
@@ -80,11 +80,11 @@ def test_a_driver_that_does_not_work(fresh):
     assert backend.unavailable() == f"Triton {triton.__version__} has no usable driver: libcuda.so is too old"
 
 
-@pytest.mark.parametrize("op", TRITON_OPS)
+@pytest.mark.parametrize("op", OPS)
 def test_forcing_it_where_it_cannot_run_raises_the_reason(op, fresh):
     fresh.setattr(backend.torch.cuda, "is_available", lambda: False)
     with use_backend("triton"), pytest.raises(BackendError) as caught:
-        TRITON_OPS[op].function(*info.sample_arguments("cpu", torch.float32)[op])
+        OPS[op].function(*info.sample_arguments("cpu", torch.float32)[op])
     assert str(caught.value) == (
         f"levit_kernels.{op}: backend 'triton' was forced but cannot run: {backend.unavailable()}"
     )

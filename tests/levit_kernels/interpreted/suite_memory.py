@@ -5,7 +5,7 @@ import mmap
 import numpy as np
 import pytest
 import torch
-from op_cases import TRITON_OPS, evaluate, is_float, to_dtype
+from op_cases import OPS, evaluate, is_float, to_dtype
 from torch.utils._pytree import tree_map
 
 import levit_kernels
@@ -17,7 +17,10 @@ SIZES = {
     "latent_distance": dict(K=3, M=5, L=7),
     "expansion_distances": dict(K=2, M=5, F=7, h1=6, h2=5, L=3),
     "elbo_loss": dict(B=3, K=2, F=7, h1=6, h2=5, L=3, g1=4, g2=5, S=2),
+    "task_attention": dict(B=3, T=2, N=3, heads=2, d=3),
 }
+GUARDED = [pytest.param(op, {}, id=op) for op in OPS]
+GUARDED.append(pytest.param("task_attention", {"T": 5}, id="task_attention-projected"))
 
 
 def guarded(x):
@@ -28,17 +31,17 @@ def guarded(x):
 
 def run(op, args, grad):
     with levit_kernels.use_backend("triton"):
-        return evaluate(TRITON_OPS[op].function, args, grad)
+        return evaluate(OPS[op].function, args, grad)
 
 
-def arguments(op):
-    args = to_dtype(TRITON_OPS[op].make(torch.Generator().manual_seed(0), **SIZES[op]), torch.float32)
-    return args, torch.randn_like(TRITON_OPS[op].reference(*args))
+def arguments(op, other):
+    args = to_dtype(OPS[op].make(torch.Generator().manual_seed(0), **{**SIZES[op], **other}), torch.float32)
+    return args, torch.randn_like(OPS[op].reference(*args))
 
 
-@pytest.mark.parametrize("op", TRITON_OPS)
-def test_nothing_beside_the_arguments_is_read_and_nothing_beside_the_results_written(op, monkeypatch):
-    args, grad = arguments(op)
+@pytest.mark.parametrize("op, other", GUARDED)
+def test_nothing_beside_the_arguments_is_read_and_nothing_beside_the_results_written(op, other, monkeypatch):
+    args, grad = arguments(op, other)
     out, grads = run(op, args, grad)
     rooms, new_empty = [], torch.Tensor.new_empty
 
@@ -75,14 +78,15 @@ def far(x, dim):
 
 FAR = [("dkf_fuse", 0, dim) for dim in range(4)] + [("latent_distance", 0, dim) for dim in range(3)]
 FAR += [("expert_attention", *where) for where in ((0, 0), (0, 2), (1, 0), (1, 1))]
+FAR += [("task_attention", 1, dim) for dim in range(3)]
 
 
 @pytest.mark.parametrize("op, position, dim", FAR)
 def test_offsets_beyond_two_to_the_31(op, position, dim):
-    small = {"M": 2, "K": 2, "N": 2, "B": 2, "P": 2, "Q": 2, "L": 2, "H": 1, "d": 2}
+    small = {"M": 2, "K": 2, "N": 2, "B": 2, "P": 2, "Q": 2, "L": 2, "H": 1, "d": 2, "T": 1}
     sizes = {**SIZES[op], **{k: v for k, v in small.items() if k in SIZES[op]}}
-    args = list(to_dtype(TRITON_OPS[op].make(torch.Generator().manual_seed(0), **sizes), torch.float32))
-    grad = torch.randn_like(TRITON_OPS[op].reference(*args))
+    args = list(to_dtype(OPS[op].make(torch.Generator().manual_seed(0), **sizes), torch.float32))
+    grad = torch.randn_like(OPS[op].reference(*args))
     out, grads = run(op, args, grad)
     args[position] = far(args[position], dim)
     assert args[position].stride(dim) > 2**31 and is_float(args[position])
@@ -91,13 +95,13 @@ def test_offsets_beyond_two_to_the_31(op, position, dim):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("op", TRITON_OPS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("gates", ["BKH", "none"])
 def test_empty_batches(op, gates):
     sizes = dict(SIZES[op], **{"M" if op in ("latent_distance", "expansion_distances") else "B": 0})
     if op == "expert_attention":
         sizes["gates"] = gates
-    args = to_dtype(TRITON_OPS[op].make(torch.Generator().manual_seed(0), **sizes), torch.float32)
-    like = TRITON_OPS[op].reference(*args)
+    args = to_dtype(OPS[op].make(torch.Generator().manual_seed(0), **sizes), torch.float32)
+    like = OPS[op].reference(*args)
     out, grads = run(op, args, torch.ones_like(like))
     assert out.shape == like.shape and all(not g.any() for g in grads)
