@@ -25,7 +25,7 @@ struct Sizes {
 };
 
 // Experts that are read side by side: so many streams of reads in flight, and the sums pass through once for all of them.
-constexpr int kTogether = 8;
+constexpr int kTogether = 16;
 
 // sum[i] += sum over kRows experts of weight * feature[i]; features lie `stride` apart, weights `heads`
 template <int kRows, class T, class S>
