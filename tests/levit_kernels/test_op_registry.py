@@ -37,6 +37,7 @@ def test_automatic_choice():
         "latent_distance": "cpu" if NATIVE else "torch",
         "expansion_distances": "torch",
         "elbo_loss": "cpu" if NATIVE else "torch",
+        "vae_codes": "cpu" if NATIVE else "torch",
         "task_attention": "cpu" if NATIVE else "torch",
     }
     assert pick("latent_distance", torch.bfloat16) == "torch"

@@ -52,7 +52,7 @@ def test_against_numpy(name, layout, backend, dtype, tolerance):
 
 @pytest.mark.skipif(cpu.unavailable() is not None, reason=f"native kernels: {cpu.unavailable()}")
 def test_the_native_one_gives_the_same_bits_for_any_number_of_threads(monkeypatch):
-    monkeypatch.setattr(cpu.composed_codes, "vae_codes", None)
+    monkeypatch.setattr(cpu, "composed_codes", None)
     args, before, seen = arguments("blocks", torch.float32), torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
