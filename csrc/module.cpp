@@ -11,6 +11,9 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
       "expert_attention(Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_qkv, Tensor b_qkv, Tensor? gates, "
       "float negative_slope) -> Tensor");
   m.def(
+      "folded_attention(Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_scores, Tensor b_scores, "
+      "Tensor w_values, Tensor b_values, Tensor? gates, float negative_slope) -> Tensor");
+  m.def(
       "expert_attention_train(Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_qkv, Tensor b_qkv, "
       "Tensor? gates, float negative_slope) -> Tensor[]");
   m.def(
@@ -32,6 +35,7 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
 STABLE_TORCH_LIBRARY_IMPL(levit_native, CPU, m) {
   m.impl("latent_distance", TORCH_BOX(&levit::latent_distance));
   m.impl("expert_attention", TORCH_BOX(&levit::expert_attention));
+  m.impl("folded_attention", TORCH_BOX(&levit::folded_attention));
   m.impl("expert_attention_train", TORCH_BOX(&levit::expert_attention_train));
   m.impl("expert_attention_train_backward", TORCH_BOX(&levit::expert_attention_train_backward));
   m.impl("elbo_loss", TORCH_BOX(&levit::elbo_loss));

@@ -20,6 +20,12 @@ Tensor latent_distance(const Tensor& codes, const Tensor& query);
 Tensor expert_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_qkv,
                         const Tensor& b_qkv, const std::optional<Tensor>& gates, double negative_slope);
 
+// The same with queries that meet the tokens themselves: w_scores [K, Q, H, Q], b_scores [K, H, Q] in place of queries and
+// keys, w_values [K, Q, H, d], b_values [K, H, d].
+Tensor folded_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_scores,
+                        const Tensor& b_scores, const Tensor& w_values, const Tensor& b_values,
+                        const std::optional<Tensor>& gates, double negative_slope);
+
 // The same for one expert in training, all dense: w_embed [Q, P], b_embed [Q], w_qkv [3, H, d, Q], b_qkv [3, H, d], gates
 // none or [B or 1, H or 1] -> out [B, N, H*d], and what the backward pass needs in a layout of its own, of the sizes
 // [B, N, Q], [B, N, 3, H, d], [H, B, N, N].

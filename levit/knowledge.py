@@ -8,6 +8,7 @@ load, `.to()`, an in-place edit; an edit through `.data` goes unseen, as it does
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from levit.expert import Expert
 from levit.folding import fold_batch_norm
+from levit_kernels.folded_attention import FoldedWeights, folded_scores, folding_pays
 from levit_kernels.huge_pages import huge_pages
 
 
@@ -70,11 +72,24 @@ class KnowledgeBase:
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
         self._attention = _Stack(_attention_rows, _attention_sources)
+        self._folded = _Stack(partial(_folded_rows, num_heads), _folded_sources)
         self._vae = _Stack(_vae_rows, _vae_sources)
 
     def attention(self, experts: Sequence[Expert]) -> AttentionWeights:
         """Attention weights of these experts, the first len(experts) of the model."""
         return _attention_view(self._attention.rows(experts), self.num_heads)
+
+    def folded_attention(self, experts: Sequence[Expert]) -> FoldedWeights | None:
+        """The same with queries and keys multiplied; None where that saves nothing or no kernel makes use of it."""
+        weights = self.attention(experts)
+        if not folding_pays(weights.w_qkv):
+            return None
+        width = weights.w_qkv.shape[1]
+        w_scores, b_scores = self._folded.rows(experts)
+        w_scores = w_scores.view(len(experts), self.num_heads, width, width).permute(0, 3, 1, 2)
+        b_scores = b_scores.view(len(experts), self.num_heads, width)
+        values = weights.w_qkv[:, :, 2], weights.b_qkv[:, 2]
+        return FoldedWeights(weights.w_embed, weights.b_embed, w_scores, b_scores, *values)
 
     def vae(self, experts: Sequence[Expert]) -> VAEWeights:
         """VAE weights of these experts, the first len(experts) of the model."""
@@ -158,6 +173,17 @@ def _attention_rows(expert: Expert) -> list[Tensor]:
 
 def _attention_sources(expert: Expert) -> list[nn.Module]:
     return [expert.embed, expert.norm, expert.qkv]
+
+
+def _folded_rows(num_heads: int, expert: Expert) -> list[Tensor]:
+    """Of every head Wk Wqᵀ, [H·Q, Q] as nn.Linear keeps weights, and bq Wkᵀ [H·Q]."""
+    *_, w_qkv, b_qkv = _attention_view([row[None] for row in _attention_rows(expert)], num_heads)
+    w_scores, b_scores = folded_scores(w_qkv, b_qkv)
+    return [w_scores[0].permute(1, 2, 0).flatten(0, 1), b_scores[0].flatten()]
+
+
+def _folded_sources(expert: Expert) -> list[nn.Module]:
+    return [expert.qkv]
 
 
 def _vae_rows(expert: Expert) -> list[Tensor]:

@@ -20,6 +20,7 @@ from levit.memory import Memory
 from levit.reference import classification_loss, features, normal, patches
 from levit.routing import Prediction
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
+from levit_kernels.folded_attention import folded_attention
 from levit_kernels.vae_codes import vae_codes
 
 CHUNK = 256
@@ -59,7 +60,7 @@ class LEViT(reference.LEViT):
         parts = patches(self.check_images(images), self.cfg.patch_size)
         own = expert_attention(parts, *attention_weights(self.active, self.cfg.num_heads))
         if self.num_experts > 1:
-            own = torch.cat([expert_attention(parts, *self.knowledge.attention(self.frozen)), own])
+            own = torch.cat([self._frozen_attention(parts, self.frozen), own])
         return own.transpose(0, 1)
 
     def forward_expert(self, images: Tensor, k: int) -> Tensor:
@@ -148,7 +149,7 @@ class LEViT(reference.LEViT):
         if not self._attention_packs:
             return torch.stack([features(expert, images, self.cfg) for expert in self.frozen], dim=1)
         parts = patches(images, self.cfg.patch_size)
-        return expert_attention(parts, *self.knowledge.attention(self.frozen)).transpose(0, 1)
+        return self._frozen_attention(parts, self.frozen).transpose(0, 1)
 
     def frozen_codes(self, images: Tensor, noise: Tensor) -> Tensor:
         """Sampled codes μ + σε of the frozen VAEs: [B, C, S, S] and ε [K-1, B, L] → [K-1, B, L]."""
@@ -180,6 +181,16 @@ class LEViT(reference.LEViT):
         self.knowledge = KnowledgeBase(self.cfg.num_heads)
         self._told = False
 
+    def _frozen_attention(self, parts: Tensor, experts: list[Expert], gates: Tensor | None = None) -> Tensor:
+        """`expert_attention` of frozen experts, from folded weights where that saves and no gradient is asked for."""
+        learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (parts, gates))
+        if not learns and not torch.compiler.is_compiling():
+            folded = self.knowledge.folded_attention(experts)
+            if folded is not None:
+                with torch.no_grad():
+                    return folded_attention(parts, folded, gates)
+        return expert_attention(parts, *self.knowledge.attention(experts), gates=gates)
+
     def _fuse_routed(self, parts: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
         """Equation 8 for images routed to the experts in `chosen`; experts beyond an image's own are not evaluated."""
         own_only = self.cfg.gating == "none"
@@ -200,7 +211,7 @@ class LEViT(reference.LEViT):
         needed = min(max(chosen, default=-1) + 1, last)
         gates = table[routes]
         if needed:
-            mixed = expert_attention(parts, *self.knowledge.attention(self.frozen[:needed]), gates=gates[:, :needed])
+            mixed = self._frozen_attention(parts, self.frozen[:needed], gates[:, :needed])
         else:
             mixed = parts.new_zeros(*parts.shape[:2], self.cfg.feature_dim)
         if last not in chosen or not table[last, last].any():

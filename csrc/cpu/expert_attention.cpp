@@ -122,48 +122,74 @@ Weights<T> weights(const Tensor& w) {
   return {data<T>(w), inputs * channels, 1, channels};
 }
 
-}  // namespace
+// w [K, inputs, channels..] and b [K, channels..] from channel `first` on
+template <class T>
+Projection<T> projection(const Tensor& w, const Tensor& b, int64_t first) {
+  Projection<T> of{weights<T>(w), data<T>(b) + first, b.numel() / b.size(0)};
+  of.weights.data = of.weights.at(0, first);
+  return of;
+}
 
-Tensor expert_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_qkv,
-                        const Tensor& b_qkv, const std::optional<Tensor>& gates, double negative_slope) {
+// What both forms have in common: checks, layout, gates. `w_scores` is [K, Q, 3, H, d], or folded [K, Q, H, Q]; then the
+// values come by themselves, [K, Q, H, d].
+Tensor attend(const char* op, const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed,
+              const Tensor& w_scores, const Tensor& b_scores, const Tensor* w_values, const Tensor* b_values,
+              const std::optional<Tensor>& gates, double negative_slope) {
   const ScalarType dtype = patches.scalar_type();
   if (dtype != ScalarType::Float && dtype != ScalarType::Double) {
-    fail("expert_attention: patches must be float32 or float64, got ", torch::headeronly::toString(dtype));
+    fail(op, ": patches must be float32 or float64, got ", torch::headeronly::toString(dtype));
   }
-  if (patches.dim() != 3) fail("expert_attention: patches must be [B, N, P], got ", shape(patches));
-  if (w_qkv.dim() != 5 || w_qkv.size(2) != 3) {
-    fail("expert_attention: w_qkv must be [K, Q, 3, H, d], got ", shape(w_qkv));
+  if (patches.dim() != 3) fail(op, ": patches must be [B, N, P], got ", shape(patches));
+  const bool folded = w_values;
+  if (!folded && (w_scores.dim() != 5 || w_scores.size(2) != 3)) {
+    fail(op, ": w_qkv must be [K, Q, 3, H, d], got ", shape(w_scores));
   }
+  const Tensor& of_values = folded ? *w_values : w_scores;
+  if (folded && of_values.dim() != 4) fail(op, ": w_values must be [K, Q, H, d], got ", shape(of_values));
   const int64_t batch = patches.size(0), tokens = patches.size(1), pixels = patches.size(2);
-  const int64_t experts = w_qkv.size(0), width = w_qkv.size(1), heads = w_qkv.size(3), depth = w_qkv.size(4);
+  const int64_t experts = of_values.size(0), width = of_values.size(1);
+  const int64_t heads = of_values.size(folded ? 2 : 3), depth = of_values.size(folded ? 3 : 4);
   const auto check = [&](const char* name, const Tensor& tensor, const std::vector<int64_t>& sizes) {
     bool right = tensor.scalar_type() == dtype && tensor.dim() == static_cast<int64_t>(sizes.size());
     for (size_t i = 0; right && i < sizes.size(); ++i) right = tensor.size(i) == sizes[i];
     if (!right) {
-      fail("expert_attention: ", name, " does not fit patches ", shape(patches), " and w_qkv ", shape(w_qkv), " in ",
-           torch::headeronly::toString(dtype), ", got ", shape(tensor), " in ",
+      fail(op, ": ", name, " does not fit patches ", shape(patches), " and ", folded ? "w_values " : "w_qkv ",
+           shape(of_values), " in ", torch::headeronly::toString(dtype), ", got ", shape(tensor), " in ",
            torch::headeronly::toString(tensor.scalar_type()));
     }
   };
   check("w_embed", w_embed, {experts, pixels, width});
   check("b_embed", b_embed, {experts, width});
-  check("b_qkv", b_qkv, {experts, 3, heads, depth});
+  if (folded) {
+    check("w_scores", w_scores, {experts, width, heads, width});
+    check("b_scores", b_scores, {experts, heads, width});
+    check("w_values", *w_values, {experts, width, heads, depth});
+    check("b_values", *b_values, {experts, heads, depth});
+  } else {
+    check("b_qkv", b_scores, {experts, 3, heads, depth});
+  }
   if (gates) {
     const bool by_image = gates->dim() == 3 && gates->size(0) != 1, by_head = gates->dim() == 3 && gates->size(2) != 1;
     check("gates", *gates, {by_image ? batch : 1, experts, by_head ? heads : 1});
   }
 
-  const Tensor dense_b_embed = torch::stable::contiguous(b_embed), dense_b_qkv = torch::stable::contiguous(b_qkv);
-  const Tensor ready_w_embed = readable(w_embed), ready_w_qkv = readable(w_qkv);
-  const std::optional<Tensor> dense_gates = gates ? std::optional(torch::stable::contiguous(*gates)) : std::nullopt;
+  const auto dense = [](const Tensor& tensor) { return torch::stable::contiguous(tensor); };
+  const Tensor dense_b_embed = dense(b_embed), ready_w_embed = readable(w_embed), ready_w_scores = readable(w_scores);
+  const Tensor dense_b_scores = dense(b_scores), ready_w_values = folded ? readable(*w_values) : ready_w_scores;
+  const Tensor dense_b_values = folded ? dense(*b_values) : dense_b_scores;
+  const std::optional<Tensor> dense_gates = gates ? std::optional(dense(*gates)) : std::nullopt;
   Tensor out = gates ? torch::stable::new_empty(patches, {batch, tokens, heads * depth})
                      : torch::stable::new_empty(patches, {experts, batch, tokens, heads * depth});
   if (out.numel() == 0) return out;
   const auto run = [&](auto number) {
     using T = decltype(number);
+    const int64_t section = folded ? 0 : heads * depth;
     Call<T> call{experts, batch, tokens, pixels, width, heads, depth, data<T>(patches), patches.stride(0),
-                 patches.stride(1), patches.stride(2), weights<T>(ready_w_embed), weights<T>(ready_w_qkv),
-                 data<T>(dense_b_embed), data<T>(dense_b_qkv), nullptr, 0, 0, static_cast<T>(negative_slope)};
+                 patches.stride(1), patches.stride(2), weights<T>(ready_w_embed), data<T>(dense_b_embed), folded,
+                 projection<T>(ready_w_scores, dense_b_scores, 0),
+                 projection<T>(ready_w_scores, dense_b_scores, section),
+                 projection<T>(ready_w_values, dense_b_values, 2 * section)};
+    call.negative_slope = static_cast<T>(negative_slope);
     if (gates) {
       call.gates = data<T>(*dense_gates);
       call.gates_per_expert = gates->size(2);
@@ -177,6 +203,20 @@ Tensor expert_attention(const Tensor& patches, const Tensor& w_embed, const Tens
     run(double{});
   }
   return out;
+}
+
+}  // namespace
+
+Tensor expert_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_qkv,
+                        const Tensor& b_qkv, const std::optional<Tensor>& gates, double negative_slope) {
+  return attend("expert_attention", patches, w_embed, b_embed, w_qkv, b_qkv, nullptr, nullptr, gates, negative_slope);
+}
+
+Tensor folded_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_scores,
+                        const Tensor& b_scores, const Tensor& w_values, const Tensor& b_values,
+                        const std::optional<Tensor>& gates, double negative_slope) {
+  return attend("folded_attention", patches, w_embed, b_embed, w_scores, b_scores, &w_values, &b_values, gates,
+                negative_slope);
 }
 
 }  // namespace levit

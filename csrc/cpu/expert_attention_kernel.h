@@ -29,17 +29,30 @@ struct Weights {
   const T* at(int64_t expert, int64_t channel) const { return data + expert * by_expert + channel * by_channel; }
 };
 
+// Weights of Q inputs and the bias of every channel.
+template <class T>
+struct Projection {
+  Weights<T> weights;
+  const T* bias;
+  int64_t bias_by_expert;
+
+  const T* bias_at(int64_t expert, int64_t channel) const { return bias + expert * bias_by_expert + channel; }
+};
+
 template <class T>
 struct Call {
   int64_t experts, batch, tokens, pixels, width, heads, depth;
   const T* patches;
   int64_t image_stride, token_stride, pixel_stride;
-  Weights<T> w_embed, w_qkv;  // P inputs, Q channels; Q inputs, 3 x H x d channels
-  const T *b_embed, *b_qkv;   // [K, Q]; [K, 3, H, d]
-  const T* gates;             // [B or 1, K, H or 1] or null
-  int64_t gates_per_image, gates_per_expert;
-  T negative_slope;
+  Weights<T> w_embed;                   // P inputs, Q channels
+  const T* b_embed;                     // [K, Q]
+  bool folded;                          // the queries meet the tokens themselves, there are no keys
+  Projection<T> queries, keys, values;  // H x d channels, queries H x Q where folded
+  const T* gates = nullptr;             // [B or 1, K, H or 1]
+  int64_t gates_per_image = 0, gates_per_expert = 0;
+  T negative_slope = 0;
 
+  int64_t query_depth() const { return folded ? width : depth; }
   int64_t features() const { return heads * depth; }
   T gate(int64_t image, int64_t expert, int64_t head) const {
     if (!gates) return 1;
@@ -128,9 +141,9 @@ struct Kernel : private Products<T, kWidth> {
     }
   }
 
-  // to [d, padded] (+)= gate * softmax(q k^T / sqrt(d)) v of one image and head; q, k, v are [d, stride].
-  static LEVIT_INLINE void attend(const T* q, const T* k, const T* v, int64_t stride, int64_t tokens, int64_t depth,
-                                  T gate, bool add, T* scores, T* to, int64_t padded) {
+  // to [d, padded] (+)= gate * softmax(q k^T / sqrt(d)) v of one image and head; q, k are [inner, stride], v [d, stride].
+  static LEVIT_INLINE void attend(const T* q, const T* k, const T* v, int64_t stride, int64_t tokens, int64_t inner,
+                                  int64_t depth, T gate, bool add, T* scores, T* to, int64_t padded) {
     const T scale = static_cast<T>(1.44269504088896340736 / std::sqrt(static_cast<double>(depth)));  // for powers of 2
     const auto zero = []<int C>(int64_t, V(&sums)[C][1]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
@@ -138,7 +151,7 @@ struct Kernel : private Products<T, kWidth> {
     };
     for (int64_t t = 0; t < tokens; t += kWidth) {
       constexpr int kKeys = kChannels == 12 ? 16 : kChannels;
-      const Product<T> products{k, 1, stride, q + t, stride, depth};
+      const Product<T> products{k, 1, stride, q + t, stride, inner};
       Kernel::template all_channels<kKeys, 1>(
           tokens, products, nullptr, zero, [&]<int C>(int64_t key, V(&sums)[C][1]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
@@ -211,27 +224,29 @@ struct Kernel : private Products<T, kWidth> {
         }
       }
     }
-    const int64_t depth = call.depth, section = call.features();
-    const T* bias = call.b_qkv + k * 3 * section;
+    const int64_t depth = call.depth, inner = call.query_depth(), section = call.features();
+    T *queries = room.qkv, *keys = call.folded ? room.z : queries + inner * stride;
+    T* values = call.folded ? queries + inner * stride : keys + depth * stride;
     project(call.w_embed, call.w_embed.at(k, 0), call.b_embed + k * call.width, call.width, room.x, call.pixels, stride,
-            call.negative_slope, room.z, call.w_qkv.at(k, 0));
+            call.negative_slope, room.z, call.queries.weights.at(k, 0));
+    const auto project_tokens = [&](const Projection<T>& by, int64_t row, int64_t channels, T* to,
+                                    const T* after) __attribute__((always_inline)) {
+      project(by.weights, by.weights.at(k, row), by.bias_at(k, row), channels, room.z, call.width, stride, T(1), to, after);
+    };
     for (int64_t h = 0; h < call.heads; ++h) {
       bool used = false;
       for (int64_t i = 0; i < count; ++i) used = used || call.gate(images[i], k, h) != 0;
       if (!used) continue;
-      for (int64_t part = 0; part < 3; ++part) {
-        const int64_t row = part * section + h * depth;
-        const int64_t next = part < 2 ? row + section : (h + 1) % call.heads * depth;
-        project(call.w_qkv, call.w_qkv.at(k, row), bias + row, depth, room.z, call.width, stride, T(1),
-                room.qkv + part * depth * stride, call.w_qkv.at(k, next));
-      }
+      const T *of_keys = call.keys.weights.at(k, h * depth), *of_values = call.values.weights.at(k, h * depth);
+      project_tokens(call.queries, h * inner, inner, queries, call.folded ? of_values : of_keys);
+      if (!call.folded) project_tokens(call.keys, h * depth, depth, keys, of_values);
+      project_tokens(call.values, h * depth, depth, values, call.queries.weights.at(k, (h + 1) % call.heads * inner));
       for (int64_t i = 0; i < count; ++i) {
         const T gate = call.gate(images[i], k, h);
         if (call.gates && gate == 0) continue;
-        const T* q = room.qkv + i * tokens;
         const int64_t at = call.gates ? images[i] - first : i;
-        attend(q, q + depth * stride, q + 2 * depth * stride, stride, tokens, depth, gate, call.gates, room.scores,
-               room.sums + (at * section + h * depth) * padded, padded);
+        attend(queries + i * tokens, keys + i * tokens, values + i * tokens, stride, tokens, inner, depth, gate,
+               call.gates, room.scores, room.sums + (at * section + h * depth) * padded, padded);
       }
     }
     if (call.gates) return;
@@ -253,7 +268,8 @@ struct Kernel : private Products<T, kWidth> {
     static thread_local Scratch scratch;
     Room room;
     const int64_t sizes[] = {chunk * call.pixels * tokens + kWidth, call.pixels * lanes + kWidth, call.width * lanes,
-                             3 * call.depth * lanes + padded, tokens * kWidth, kept * features * padded};
+                             (call.query_depth() + 2 * call.depth) * lanes + padded, tokens * kWidth,
+                             kept * features * padded};
     T** parts[] = {&room.patches, &room.x, &room.z, &room.qkv, &room.scores, &room.sums};
     int64_t total = 0;
     for (const int64_t size : sizes) total += round_up(size, kAlignment / sizeof(T));

@@ -19,6 +19,7 @@ from ..composed.expert_attention_backward import expert_attention_backward as co
 from ..composed.latent_distance import latent_distance_backward
 from ..composed.linear import matmul
 from ..composed.task_forms import folds
+from ..folded_attention import FoldedWeights
 from .registry import Backend, device_of
 
 
@@ -37,6 +38,17 @@ def expert_attention(
         sums = torch.promote_types(patches.dtype, gates.dtype)  # float64 gates of float32 patches: all in float64
         tensors, gates = tuple(x.to(sums) for x in tensors), gating.expand(gates).to(sums)
     return torch.ops.levit_native.expert_attention(*tensors, gates, negative_slope)
+
+
+def folded_attention(
+    patches: torch.Tensor, weights: FoldedWeights, gates: torch.Tensor | None, negative_slope: float
+) -> torch.Tensor:
+    """See levit_kernels.folded_attention."""
+    tensors = (patches, *weights)
+    if gates is not None:
+        sums = torch.promote_types(patches.dtype, gates.dtype)
+        tensors, gates = tuple(x.to(sums) for x in tensors), gating.expand(gates).to(sums)
+    return torch.ops.levit_native.folded_attention(*tensors, gates, negative_slope)
 
 
 def expert_attention_train(
@@ -217,6 +229,7 @@ STORES = (
 
 OPS = {
     "expert_attention": expert_attention,
+    "folded_attention": folded_attention,
     "expert_attention_train": expert_attention_train,
     "expert_attention_backward": expert_attention_backward,
     "latent_distance": latent_distance,
@@ -247,7 +260,7 @@ def refuse(op: str, args: tuple) -> str | None:
         if (features.dtype, _sums(features, gates)) not in STORES:
             return f"takes no {features.dtype} features with {gates.dtype} gates"
         return None
-    if op.startswith("expert_attention"):
+    if op.startswith("expert_attention") or op == "folded_attention":
         args = args[1:2]  # the dtype of patches and weights; gates may have any
     for x in args:
         if isinstance(x, torch.Tensor) and x.dtype not in (torch.float32, torch.float64):

@@ -13,6 +13,7 @@ from ..dkf_fuse import dkf_fuse_reference
 from ..elbo_loss import elbo_loss_reference
 from ..expansion_distances import expansion_distances_reference
 from ..expert_attention import expert_attention_reference, reference_stages
+from ..folded_attention import folded_attention_reference
 from ..gates import gated_sum
 from ..latent_distance import latent_distance_reference
 from ..task_attention import task_attention_reference
@@ -92,6 +93,7 @@ def _task_attention_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tenso
 
 OPS = {
     "expert_attention": _dense(expert_attention_reference),
+    "folded_attention": _dense(folded_attention_reference),
     "expert_attention_train": _expert_attention_train,
     "expert_attention_backward": _expert_attention_backward,
     "dkf_fuse": _dense(dkf_fuse_reference),

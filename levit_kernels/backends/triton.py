@@ -33,6 +33,7 @@ _FUNCTIONS = {
     "dkf_fuse": ("dkf_fuse", "dkf_fuse_backward"),
     "latent_distance": ("latent_distance", "latent_distance_backward"),
     "elbo_loss": ("elbo_loss", "elbo_loss_backward"),
+    "vae_codes": ("vae_codes",),
     "task_attention": ("task_attention",),
     "task_attention_backward": ("task_attention_backward",),
     "expansion_distances": ("expansion_distances", "expansion_distances_backward"),

@@ -196,7 +196,7 @@ def test_info_says_who_takes_each_op_and_why(capsys, monkeypatch):
     table = told.split("ops on cpu, float32\n")[1].split("ops on")[0]
     for op in OPS:
         assert f"  {op}: {pick(op)}\n" in table
-    assert table.count("this version has no cuda kernels") == len(OPS)
+    assert table.count("this version has no cuda kernels") == len(SAMPLES)
     assert "float16 on a CPU is left to the reference" in told
     assert ("takes it" if NATIVE else WHY_NOT) in table.split("latent_distance:")[1].split("\n    torch ")[0]
     monkeypatch.setenv("LEVIT_KERNELS_BACKEND", "cuda")
