@@ -18,15 +18,6 @@ struct BFloat16 {
 template <class T>
 constexpr int kLanesOf = 64 / sizeof(T);
 
-// How far ahead of a stream of reads to ask for memory: the hardware's own prefetch stops at every page.
-constexpr int64_t kAhead = 8192;
-
-template <class S>
-LEVIT_INLINE void prefetch(const S* stream, int64_t elements) {
-  const char* ahead = reinterpret_cast<const char*>(stream) + kAhead;
-  for (int64_t byte = 0; byte < elements * static_cast<int64_t>(sizeof(S)); byte += 64) __builtin_prefetch(ahead + byte);
-}
-
 template <class T, class S>
 LEVIT_INLINE Lanes<T, kLanesOf<T>> load_as(const S* from) {
   if constexpr (std::is_same_v<S, BFloat16>) {
@@ -62,23 +53,6 @@ LEVIT_INLINE auto sum_of(const V& lanes) {
     for (int i = 0; i < kWidth / 2; ++i) upper[i] = lanes[i + kWidth / 2];
     return sum_of<kWidth / 2>(lanes + upper);
   }
-}
-
-// sum of a[i] * b[i]; b may be stored in half the precision of the sum
-template <class T, class S>
-LEVIT_INLINE T dot(const T* a, const S* b, int64_t count) {
-  constexpr int kSums = 4, kWidth = kLanesOf<T>;  // independent sums hide the latency of the multiply-add
-  Lanes<T, kWidth> sums[kSums] = {};
-  int64_t i = 0;
-  for (; i + kSums * kWidth <= count; i += kSums * kWidth) {
-    prefetch(b + i, kSums * kWidth);
-    for (int s = 0; s < kSums; ++s) sums[s] += load_as<T>(a + i + s * kWidth) * load_as<T>(b + i + s * kWidth);
-  }
-  for (; i + kWidth <= count; i += kWidth) sums[0] += load_as<T>(a + i) * load_as<T>(b + i);
-  const Lanes<T, kWidth> all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  T total = 0;
-  for (; i < count; ++i) total += a[i] * value_as<T>(b[i]);
-  return total + sum_of<kWidth>(all);
 }
 
 // out[k * out_stride] += sum of a[i] * b[k * stride + i] for kRows rows of b at once: so many streams of reads in flight
