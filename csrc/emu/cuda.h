@@ -61,6 +61,8 @@ template <class T>
 T __shfl_sync(uint32_t mask, T value, int source, LEVIT_CALLER) {
   return levit::emu::exchange_value(mask, value, source & 31, {file, line});
 }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+
 inline uint32_t __ballot_sync(uint32_t mask, int vote, LEVIT_CALLER) {
   return levit::emu::ballot(mask, vote != 0, {file, line});
 }

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <string>
@@ -39,7 +40,9 @@ void* Memory::allocate(size_t bytes) {
   if (begin + bytes > kBytes) throw std::bad_alloc();
   used_ = begin + (bytes + kMarginBytes - 1) / kMarginBytes * kMarginBytes;
   std::memset(bytes_ + begin, 0xFF, bytes);
-  for (size_t i = 0; i < whole; ++i) cells_[begin / kCellBytes + i] = Cell{.state = kLive};
+  Cell fresh{};
+  fresh.state = kLive;
+  std::fill_n(cells_ + begin / kCellBytes, whole, fresh);
   return bytes_ + begin;
 }
 
@@ -49,6 +52,7 @@ void Memory::upload(void* to, const void* from, size_t bytes) {
 }
 
 void Memory::release_all() {
+  shared_bytes_ = 0;
   madvise(cells_, kBytes / kCellBytes * sizeof(Cell), MADV_DONTNEED);
   used_ = (kSharedBytes + kMarginBytes - 1) / kMarginBytes * kMarginBytes;
 }
@@ -56,8 +60,9 @@ void Memory::release_all() {
 void Memory::begin_block(size_t shared_bytes) {
   block_ = ++epoch_;
   warp_epoch_.fill(0);
-  std::memset(bytes_, 0xFF, kSharedBytes);  // NaN in every floating-point type
-  std::memset(static_cast<void*>(cells_), 0, kSharedBytes / kCellBytes * sizeof(Cell));
+  std::memset(bytes_, 0xFF, shared_bytes);  // NaN in every floating-point type
+  std::fill_n(cells_, std::max(shared_bytes, shared_bytes_) / kCellBytes, Cell{});
+  shared_bytes_ = shared_bytes;
   for (size_t i = 0; i < shared_bytes / kCellBytes; ++i) cells_[i].state = kLive;
 }
 

@@ -67,7 +67,7 @@ class Memory {
 
   unsigned char* bytes_;
   Cell* cells_;
-  size_t used_;
+  size_t used_ = 0, shared_bytes_ = 0;
   uint32_t epoch_ = 1, block_ = 1, launch_ = 1;
   std::array<uint32_t, kMaxWarps> warp_epoch_{};
 };

@@ -9,9 +9,9 @@ namespace {
 
 using namespace levit;
 
-// PTX ISA: of element i of A, row = groupID (+ 8 if i is 2, 3, 6, 7), column = threadID_in_group * 2 + (i & 1) (+ 8
-// from i = 4 on); of B, row = threadID_in_group * 2 + (i & 1) (+ 8 from i = 2 on), column = groupID; of C, row = groupID
-// (+ 8 from i = 2 on), column = threadID_in_group * 2 + (i & 1).
+// PTX ISA, of element i: A, row = groupID (+ 8 if i is 2, 3, 6, 7), column = threadID_in_group * 2 + (i & 1) (+ 8 from
+// i = 4 on); B, row = threadID_in_group * 2 + (i & 1) (+ 8 from i = 2 on), column = groupID; C, row = groupID (+ 8 from
+// i = 2 on), column = threadID_in_group * 2 + (i & 1).
 template <class T>
 __global__ void product(const T* a, const T* b, float* c) {
   const int group = threadIdx.x >> 2, in_group = threadIdx.x % 4;

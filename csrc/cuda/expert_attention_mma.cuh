@@ -1,0 +1,351 @@
+// expert_attention on tensor cores, for images of at most 16 tokens: the tokens of an image are the rows of one tile, a
+// warp does one head of one image, and from the queries to the gated sum everything stays in its registers.
+//
+// Widths are padded to tiles of 8 where they are columns and to steps of 16 where they are summed over: 100 to 104 and
+// 112. The weights of all heads stream through a ring of slots in shared memory, shared by the images of the block; the
+// copies run ahead across experts, so the next expert's weights are under way while this one's are used.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "copies.h"
+#include "expert_attention.h"
+#include "expert_attention_gates.cuh"
+#include "gpu.h"
+
+namespace levit {
+
+constexpr int kTile = 16;  // tokens of an image
+constexpr int kSlots = 3;
+constexpr int kMaxWarps = 12;  // 168 registers for each of their threads
+
+// Lengths in numbers. Distances of rows are odd multiples of 16 bytes: ldmatrix then meets no bank twice.
+struct MmaPlan {
+  int images;       // of a block
+  int pixel_steps;  // of 16
+  int embed_stages, stages;
+  int patch_stride, token_stride, weight_stride, slot;
+  int patch_chunk, embed_chunk, qkv_chunk;
+  int shared_bytes;
+};
+
+// kSteps: 16 kSteps >= width; kTiles: 8 kTiles >= depth
+template <int kSteps, int kTiles>
+struct MmaStages {
+  static constexpr int kScores = (kTiles + 1) / 2, kValues = (kTiles + 3) / 4;
+};
+
+template <class T, int kSteps, int kTiles>
+MmaPlan plan_mma(const LevitExpertAttention& call, int images) {
+  using Stages = MmaStages<kSteps, kTiles>;
+  MmaPlan plan;
+  plan.images = images;
+  plan.pixel_steps = (call.pixels + 15) / 16;
+  plan.embed_stages = (plan.pixel_steps + kSteps - 1) / kSteps;
+  plan.stages = plan.embed_stages + Stages::kScores + Stages::kValues;
+  plan.patch_stride = 16 * plan.pixel_steps + 8;
+  plan.token_stride = 16 * kSteps + 8;
+  plan.weight_stride = (2 * call.heads > kSteps ? 32 * call.heads : 16 * kSteps) + 8;
+  plan.slot = 16 * kSteps * plan.weight_stride;
+  plan.patch_chunk = gpu::chunk_of<T>(call.patches, call.pixels);
+  plan.embed_chunk = gpu::chunk_of<T>(call.w_embed, call.width);
+  plan.qkv_chunk = gpu::chunk_of<T>(call.w_qkv, call.depth);
+  const int numbers = images * kTile * (plan.patch_stride + plan.token_stride) + kSlots * plan.slot;
+  plan.shared_bytes = numbers * static_cast<int>(sizeof(T)) + call.experts * static_cast<int>(sizeof(int));
+  return plan;
+}
+
+// sums [16, 8 kColumns] = rows [16, 16 kSteps] weights [16 kSteps, 8 kColumns]
+template <class T, int kSteps, int kColumns>
+__device__ __forceinline__ void project(const uint32_t (&rows)[kSteps][4], const T* weights, int stride,
+                                        float (&sums)[2][4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const T* at = weights + (step * 16 + lane % 16) * stride;
+    if constexpr (kColumns == 2) {
+      uint32_t b[4];
+      gpu::load_transposed(b, at + lane / 16 * 8);
+      gpu::multiply<T>(sums[0], rows[step], b[0], b[1]);
+      gpu::multiply<T>(sums[1], rows[step], b[2], b[3]);
+    } else {
+      uint32_t b[2];
+      gpu::load_transposed(b, at);
+      gpu::multiply<T>(sums[0], rows[step], b[0], b[1]);
+    }
+  }
+}
+
+// The bias of the columns that a lane holds, in all four elements of each tile; beyond `length` there is none.
+template <class T>
+__device__ __forceinline__ void start_from_bias(const T* bias, int column, int length, float (&sums)[2][4]) {
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = column + tile * 8 + threadIdx.x % 4 * 2 + i;
+      sums[tile][i] = sums[tile][i + 2] = at < length ? gpu::to_float(bias[at]) : 0.0f;
+    }
+  }
+}
+
+// kColumns tiles of the queries and of the keys, and what they add to the scores [queries, keys].
+template <class T, int kSteps, int kColumns>
+__device__ __forceinline__ void add_scores(const uint32_t (&tokens)[kSteps][4], const T* weights, int stride,
+                                           const T* query_bias, const T* key_bias, int column, int depth,
+                                           float (&scores)[2][4]) {
+  float sums[2][4];
+  uint32_t queries[4] = {}, keys[4] = {};
+  start_from_bias(query_bias, column, depth, sums);
+  project<T, kSteps, kColumns>(tokens, weights, stride, sums);
+#pragma unroll
+  for (int tile = 0; tile < kColumns; ++tile) {
+    queries[2 * tile] = gpu::pack<T>(sums[tile][0], sums[tile][1]);
+    queries[2 * tile + 1] = gpu::pack<T>(sums[tile][2], sums[tile][3]);
+  }
+  start_from_bias(key_bias, column, depth, sums);
+  project<T, kSteps, kColumns>(tokens, weights + 16, stride, sums);
+#pragma unroll
+  for (int tile = 0; tile < kColumns; ++tile) {
+    keys[2 * tile] = gpu::pack<T>(sums[tile][0], sums[tile][1]);
+    keys[2 * tile + 1] = gpu::pack<T>(sums[tile][2], sums[tile][3]);
+  }
+  // A lane holds of a product just what the right operand of the next wants of its transpose.
+  gpu::multiply<T>(scores[0], queries, keys[0], keys[2]);
+  gpu::multiply<T>(scores[1], queries, keys[1], keys[3]);
+}
+
+// scores [16 queries, 16 keys] -> the powers of their softmax as a left operand; returns gate / their sum in `share` for
+// the two queries of a lane, so that the sum over keys is normalised in float.
+template <class T>
+__device__ __forceinline__ void softmax(const float (&scores)[2][4], int tokens, int depth, float gate,
+                                        uint32_t (&powers)[4], float (&share)[2]) {
+  const float scale = 1.44269504f * rsqrtf(static_cast<float>(depth));
+  float power[2][4];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float most = -INFINITY, total = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int key = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      const float score = key < tokens ? scores[i / 2][half * 2 + i % 2] * scale : -INFINITY;
+      power[i / 2][half * 2 + i % 2] = score;
+      most = fmaxf(most, score);
+    }
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& value = power[i / 2][half * 2 + i % 2];
+      value = exp2f(value - most);
+      total += value;
+    }
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    share[half] = gate / total;
+  }
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+    powers[2 * tile] = gpu::pack<T>(power[tile][0], power[tile][1]);
+    powers[2 * tile + 1] = gpu::pack<T>(power[tile][2], power[tile][3]);
+  }
+}
+
+// out [16, 8 kColumns] += share * (powers values), the values being projected here
+template <class T, int kSteps, int kColumns>
+__device__ __forceinline__ void add_values(const uint32_t (&tokens)[kSteps][4], const T* weights, int stride,
+                                           const T* bias, int column, int depth, const uint32_t (&powers)[4],
+                                           const float (&share)[2], float (*out)[4]) {
+  float sums[2][4];
+  start_from_bias(bias, column, depth, sums);
+  project<T, kSteps, kColumns>(tokens, weights, stride, sums);
+#pragma unroll
+  for (int tile = 0; tile < kColumns; ++tile) {
+    const uint32_t first = gpu::transpose(gpu::pack<T>(sums[tile][0], sums[tile][1]));
+    const uint32_t second = gpu::transpose(gpu::pack<T>(sums[tile][2], sums[tile][3]));
+    float product[4] = {};
+    gpu::multiply<T>(product, powers, first, second);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[tile][i] += share[i / 2] * product[i];
+  }
+}
+
+// Starts the copies of one stage's weights into a slot: rows of the inputs; the columns are those of the embedding, or
+// for each head 16 of its queries' and 16 of its keys', or 32 of its values'.
+template <class T, int kSteps, int kTiles>
+__device__ __forceinline__ void fill_slot(const LevitExpertAttention& call, const MmaPlan& plan, int expert, int stage,
+                                          T* slot) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int values = plan.stages - MmaStages<kSteps, kTiles>::kValues;
+  const bool embeds = stage < plan.embed_stages, scores = stage < values;
+  const int part = scores ? stage - plan.embed_stages : stage - values;
+  const int first = embeds ? stage * kSteps * 16 : 0;
+  const int inputs = embeds ? call.pixels : call.width, outputs = embeds ? call.width : 3 * call.heads * call.depth;
+  const int rows = embeds ? 16 * min(kSteps, plan.pixel_steps - stage * kSteps) : 16 * kSteps, valid = inputs - first;
+  const int columns = embeds ? kSteps * 16 : call.heads * 32, chunk = embeds ? plan.embed_chunk : plan.qkv_chunk;
+  const T* weights = static_cast<const T*>(embeds ? call.w_embed : call.w_qkv);
+  weights += (static_cast<int64_t>(expert) * inputs + first) * outputs;
+  for (int c = lane * chunk; c < columns; c += 32 * chunk) {
+    const int head = c / 32, within = c % 32;
+    const int of_head = scores ? part * 16 + within % 16 : part * 32 + within;
+    const int source = embeds ? c : ((scores ? within / 16 : 2) * call.heads + head) * call.depth + of_head;
+    const bool exists = embeds ? c < call.width : of_head < call.depth;
+    for (int row = warp; row < rows; row += warps) {
+      const bool copied = exists && row < valid;
+      const T* from = weights + (copied ? row * outputs + source : 0);
+      gpu::copy_chunk(slot + row * plan.weight_stride + c, from, copied, chunk);
+    }
+  }
+}
+
+template <class T, class Out, int kSteps, int kTiles>
+__global__ void __launch_bounds__(32 * kMaxWarps)
+    expert_attention_mma(const LevitExpertAttention call, const MmaPlan plan) {
+  using Stages = MmaStages<kSteps, kTiles>;
+  LEVIT_SHARED(memory);
+  T* const patches = reinterpret_cast<T*>(memory);  // [images, 16, patch_stride]
+  T* const tokens = patches + plan.images * kTile * plan.patch_stride;
+  T* const slots = tokens + plan.images * kTile * plan.token_stride;
+  int* const used = reinterpret_cast<int*>(slots + kSlots * plan.slot);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int head = warp % call.heads, own = warp / call.heads;  // the image within the block
+  const int64_t first_image = static_cast<int64_t>(blockIdx.x) * plan.images, image = first_image + own;
+  const int begin = call.gates ? 0 : blockIdx.y, end = call.gates ? call.experts : begin + 1;
+
+  for (int expert = begin + threadIdx.x; expert < end; expert += blockDim.x) {
+    used[expert] = is_used(call, first_image, plan.images, expert);
+  }
+  for (int row = warp; row < plan.images * kTile; row += blockDim.x / 32) {
+    const int64_t of = first_image + row / kTile;
+    const bool exists = of < call.batch && row % kTile < call.tokens;
+    const T* from = static_cast<const T*>(call.patches);
+    if (exists) from += (of * call.tokens + row % kTile) * call.pixels;
+    for (int c = lane * plan.patch_chunk; c < plan.pixel_steps * 16; c += 32 * plan.patch_chunk) {
+      const bool copied = exists && c < call.pixels;
+      gpu::copy_chunk(patches + row * plan.patch_stride + c, from + (copied ? c : 0), copied, plan.patch_chunk);
+    }
+  }
+  __syncthreads();  // who is used
+
+  int ahead_expert = next_used(used, begin, end), ahead_stage = 0, slot = 0;
+  const auto fill_next = [&](int into) {
+    if (ahead_expert < end) {
+      fill_slot<T, kSteps, kTiles>(call, plan, ahead_expert, ahead_stage, slots + into * plan.slot);
+      if (++ahead_stage == plan.stages) {
+        ahead_stage = 0;
+        ahead_expert = next_used(used, ahead_expert + 1, end);
+      }
+    }
+    gpu::commit_copies();
+  };
+  // The weights of the next stage. Everybody has left the stage before: its slot is filled anew.
+  const auto next_weights = [&]() -> const T* {
+    gpu::wait_for_copies<kSlots - 2>();
+    __syncthreads();
+    fill_next(slot == 0 ? kSlots - 1 : slot - 1);
+    const T* weights = slots + slot * plan.slot;
+    slot = slot + 1 == kSlots ? 0 : slot + 1;
+    return weights;
+  };
+  for (int i = 0; i < kSlots - 1; ++i) fill_next(i);
+
+  float out[kTiles][4] = {};
+  const T* const own_patches = patches + (own * kTile + lane % 16) * plan.patch_stride + lane / 16 * 8;
+  T* const own_tokens = tokens + own * kTile * plan.token_stride;
+  for (int expert = next_used(used, begin, end); expert < end; expert = next_used(used, expert + 1, end)) {
+    {  // The heads of an image share its embedding: every heads-th pair of column tiles is this warp's.
+      float sums[kSteps][2][4];
+      const T* const bias = static_cast<const T*>(call.b_embed) + static_cast<int64_t>(expert) * call.width;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) start_from_bias(bias, (head + i * call.heads) * 16, call.width, sums[i]);
+      for (int stage = 0; stage < plan.embed_stages; ++stage) {
+        const T* weights = next_weights() + lane % 16 * plan.weight_stride + lane / 16 * 8;
+        const int steps = min(kSteps, plan.pixel_steps - stage * kSteps);
+        for (int step = 0; step < steps; ++step) {
+          uint32_t a[1][4], b[4];
+          gpu::load_rows(a[0], own_patches + (stage * kSteps + step) * 16);
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) {
+            const int pair = head + i * call.heads;
+            if (pair < kSteps) {
+              gpu::load_transposed(b, weights + step * 16 * plan.weight_stride + pair * 16);
+              gpu::multiply<T>(sums[i][0], a[0], b[0], b[1]);
+              gpu::multiply<T>(sums[i][1], a[0], b[2], b[3]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int pair = head + i * call.heads;
+        if (pair >= kSteps) continue;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {  // tile, then half of its rows
+          float first = sums[i][j / 2][j % 2 * 2], second = sums[i][j / 2][j % 2 * 2 + 1];
+          first = first > 0 ? first : first * call.slope;
+          second = second > 0 ? second : second * call.slope;
+          const int row = lane / 4 + j % 2 * 8, column = pair * 16 + j / 2 * 8 + lane % 4 * 2;
+          *reinterpret_cast<uint32_t*>(own_tokens + row * plan.token_stride + column) = gpu::pack<T>(first, second);
+        }
+      }
+    }
+    const float gate = image < call.batch ? gate_of(call, image, expert, head) : 0.0f;  // of zero: whatever comes out
+    const int features = call.heads * call.depth, distance = plan.weight_stride;
+    const T* const query_bias = static_cast<const T*>(call.b_qkv) + expert * 3LL * features + head * call.depth;
+    const T *const key_bias = query_bias + features, *const value_bias = key_bias + features;
+    uint32_t rows[kSteps][4];
+    float scores[2][4] = {};
+    for (int stage = 0; stage < Stages::kScores; ++stage) {
+      const T* weights = next_weights() + head * 32;
+      if (gate == 0.0f) continue;
+      if (stage == 0) {  // the barrier of the stage has shown all heads' columns of the tokens
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          gpu::load_rows(rows[step], own_tokens + lane % 16 * plan.token_stride + step * 16 + lane / 16 * 8);
+        }
+      }
+      if (kTiles % 2 == 0 || stage + 1 < Stages::kScores) {
+        add_scores<T, kSteps, 2>(rows, weights, distance, query_bias, key_bias, stage * 16, call.depth, scores);
+      } else {
+        add_scores<T, kSteps, 1>(rows, weights, distance, query_bias, key_bias, stage * 16, call.depth, scores);
+      }
+    }
+    uint32_t powers[4] = {};
+    float share[2] = {};
+    if (gate != 0.0f) softmax<T>(scores, call.tokens, call.depth, gate, powers, share);
+    for (int stage = 0; stage < Stages::kValues; ++stage) {
+      const T* weights = next_weights() + head * 32;
+      if (gate == 0.0f) continue;
+#pragma unroll
+      for (int pair = 0; pair < Stages::kScores; ++pair) {  // registers have no index: each pair waits for its stage
+        if (pair / 2 != stage) continue;
+        const T* of_pair = weights + pair % 2 * 16;
+        if (kTiles % 2 == 0 || pair + 1 < Stages::kScores) {
+          add_values<T, kSteps, 2>(rows, of_pair, distance, value_bias, pair * 16, call.depth, powers, share,
+                                   out + 2 * pair);
+        } else {
+          add_values<T, kSteps, 1>(rows, of_pair, distance, value_bias, pair * 16, call.depth, powers, share,
+                                   out + 2 * pair);
+        }
+      }
+    }
+  }
+
+  if (image >= call.batch) return;
+  const int64_t row_of = (static_cast<int64_t>(blockIdx.y) * call.batch + image) * call.tokens;
+  const int features = call.heads * call.depth;
+  Out* const to = static_cast<Out*>(call.out) + row_of * features + head * call.depth;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + i / 2 * 8, column = tile * 8 + lane % 4 * 2 + i % 2;
+      if (row < call.tokens && column < call.depth) {
+        to[static_cast<int64_t>(row) * features + column] = gpu::from_float<Out>(out[tile][i]);
+      }
+    }
+  }
+}
+
+}  // namespace levit

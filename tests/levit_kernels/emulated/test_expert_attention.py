@@ -1,0 +1,192 @@
+"""expert_attention's CUDA kernels, emulated, against the reference in float64."""
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+import pytest
+import torch
+from emulator import A100, TYPES, EmulatorError
+
+from levit_kernels.expert_attention import expert_attention_reference
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("patches", "w_embed", "b_embed", "w_qkv", "b_qkv", "gates")),
+        *((name, c_int64) for name in ("gates_per_image", "gates_per_expert", "gates_per_head")),
+        ("out", c_void_p),
+        ("batch", c_int64),
+        *((name, c_int32) for name in ("experts", "tokens", "pixels", "width", "heads", "depth")),
+        ("slope", c_float),
+        *((name, c_int32) for name in ("type", "out_type", "processors", "shared_bytes")),
+    ]
+
+
+def arguments(dtype, batch, experts, tokens, pixels, width, heads, depth, gates=None):
+    new = lambda *shape: torch.randn(shape)
+    weights = new(experts, width, 3, heads, depth) / width**0.5
+    tensors = [new(batch, tokens, pixels), new(experts, pixels, width) / pixels**0.5, new(experts, width)]
+    tensors += [weights, new(experts, 3, heads, depth) * 0.1]
+    return [x.to(dtype) for x in tensors] + [gates]
+
+
+def prepare(emulator, args, gpu=A100, processors=None):
+    """-> the call, and the shape and dtype of its result."""
+    patches, w_embed, _, w_qkv, _, gates = args
+    (batch, tokens, pixels), (experts, _, width), (heads, depth) = patches.shape, w_embed.shape, w_qkv.shape[3:]
+    call = Call(*(emulator.upload(x) for x in args[:5]))
+    shape, dtype = (experts, batch, tokens, heads * depth), patches.dtype
+    if gates is not None:
+        shape, dtype = shape[1:], torch.promote_types(dtype, gates.dtype)
+        call.gates = emulator.upload(gates.float())
+        per_image, per_head = gates.ndim == 3, gates.ndim > 1 and gates.shape[-1] > 1
+        call.gates_per_expert = gates.shape[-1] if gates.ndim > 1 else 1
+        call.gates_per_image = experts * call.gates_per_expert if per_image else 0
+        call.gates_per_head = 1 if per_head else 0
+    call.batch, call.experts, call.tokens, call.pixels = batch, experts, tokens, pixels
+    call.width, call.heads, call.depth, call.slope = width, heads, depth, 0.2
+    call.type, call.out_type = TYPES[patches.dtype], TYPES[dtype]
+    call.processors, call.shared_bytes = processors or gpu["processors"], gpu["shared_bytes"]
+    call.out = emulator.allocate(shape, dtype)
+    return call, shape, dtype
+
+
+def run(emulator, args, **options):
+    call, shape, dtype = prepare(emulator, args, **options)
+    emulator.check(emulator.library.levit_expert_attention(ctypes.byref(call), None))
+    return emulator.download(call.out, shape, dtype)
+
+
+def reference(args):
+    return expert_attention_reference(*(x if x is None else x.double() for x in args))
+
+
+def allowed(args):
+    """Twice the error of plain torch in the same precision."""
+    widened = [x.to(args[0].dtype) if x is not None else None for x in args]
+    return 2 * (expert_attention_reference(*widened).double() - reference(args)).abs().max() + 1e-6
+
+
+SIZES = {  # B, K, N, P, Q, H, d
+    "mnist": (5, 2, 16, 49, 100, 3, 100),
+    "cifar": (2, 2, 16, 192, 100, 3, 100),
+    "digits": (3, 2, 16, 4, 32, 2, 64),
+    "odd": (3, 2, 7, 11, 13, 2, 9),
+    "one": (1, 1, 1, 1, 1, 1, 1),
+    "wide": (1, 1, 5, 20, 128, 1, 128),
+}
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_expert(emulator, size, dtype):
+    args = arguments(dtype, *SIZES[size])
+    # one processor: several images share a block, and the last block has images to spare
+    out = run(emulator, args, processors=1)
+    assert (out.double() - reference(args)).abs().max() <= allowed(args)
+
+
+GATES = {
+    "per expert": lambda b, k, h: torch.randn(k),
+    "per head": lambda b, k, h: torch.randn(k, h),
+    "per image": lambda b, k, h: torch.randn(b, k, 1),
+    "per image and head": lambda b, k, h: torch.randn(b, k, h),
+}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("gates", GATES)
+def test_gated_sum(emulator, gates, dtype):
+    args = arguments(dtype, 3, 3, 16, 12, 24, 2, 20, GATES[gates](3, 3, 2))
+    out = run(emulator, args, processors=2)
+    assert out.dtype == torch.float32
+    assert (out.double() - reference(args)).abs().max() <= allowed(args)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gates_in_half_precision_leave_the_result_there(emulator, dtype):
+    args = arguments(dtype, 2, 2, 16, 12, 24, 2, 20, torch.rand(2).to(dtype))
+    out = run(emulator, args)
+    assert out.dtype == dtype
+    assert (out.double() - reference(args)).abs().max() <= allowed(args)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_zero_gates_drop_whatever_an_expert_computes(emulator, dtype):
+    gates = torch.tensor([[[1.0, 0.5], [0.0, 0.0]], [[0.0, 2.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]])
+    args = arguments(dtype, 3, 2, 16, 12, 24, 2, 20, gates)
+    expected = reference(args)
+    args[3][1, :, :, 0] = torch.nan  # expert 1, head 0: no image uses it
+    out = run(emulator, args, processors=1).double()
+    assert (out - expected).abs().max() <= allowed([*args[:3], args[3].nan_to_num(), *args[4:]])
+    assert not out[2].any()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_experts_that_nobody_uses_are_not_read(emulator, dtype):
+    args = arguments(dtype, 2, 3, 16, 12, 24, 2, 20, torch.tensor([0.0, 0.7, 0.0]))
+    expected = reference(args)
+    call, shape, out_dtype = prepare(emulator, args)
+    bound = allowed(args)
+    call.w_qkv = emulator.allocate(args[3].shape, dtype)  # reading what was never written is an error
+    size = args[3][1].numel() * dtype.itemsize
+    emulator.library.levit_emu_upload(call.w_qkv + size, args[3][1].contiguous().data_ptr(), size)
+    emulator.check(emulator.library.levit_expert_attention(ctypes.byref(call), None))
+    assert (emulator.download(call.out, shape, out_dtype).double() - expected).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_nan_reaches_the_images_that_have_it_and_no_others(emulator, dtype):
+    args = arguments(dtype, 3, 2, 16, 12, 24, 2, 20, torch.rand(2))
+    args[0][1, 3, 2] = torch.nan
+    out = run(emulator, args, processors=1)
+    assert out[1].isnan().all() and not out[[0, 2]].isnan().any()
+
+
+def test_tokens_beyond_a_tile(emulator):
+    args = arguments(torch.bfloat16, 3, 2, 20, 12, 24, 2, 20, torch.rand(2))
+    assert fits(emulator, args) == 1
+    out = run(emulator, args, processors=1)
+    assert (out.double() - reference(args)).abs().max() <= allowed(args)
+
+
+def fits(emulator, args, gpu=A100):
+    return emulator.library.levit_expert_attention_fits(ctypes.byref(prepare(emulator, args, gpu)[0]))
+
+
+def test_which_kernel_holds_what(emulator):
+    assert fits(emulator, arguments(torch.bfloat16, 2, 2, 16, 192, 100, 3, 100)) == 2
+    assert fits(emulator, arguments(torch.float32, 2, 2, 16, 192, 100, 3, 100)) == 1
+    assert fits(emulator, arguments(torch.float16, 1, 1, 16, 4, 100, 2, 130)) == 1
+    assert fits(emulator, arguments(torch.float32, 1, 1, 16, 4000, 8, 1, 8)) == 0
+    assert fits(emulator, arguments(torch.float32, 1, 1, 16, 192, 100, 3, 100), dict(A100, shared_bytes=48 << 10)) == 0
+    args = arguments(torch.float32, 1, 1, 16, 4000, 8, 1, 8)
+    assert emulator.library.levit_expert_attention(ctypes.byref(prepare(emulator, args)[0]), None) == -1
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_schedules(emulator, dtype, seed):
+    emulator.schedule(seed)
+    args = arguments(dtype, 3, 2, 16, 40, 24, 2, 20, torch.rand(2))
+    out = run(emulator, args, processors=1)
+    assert (out.double() - reference(args)).abs().max() <= allowed(args)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_every_barrier_and_wait_is_needed(emulator, dtype):
+    """Each is switched off in its turn: the emulator must object, or the numbers must be wrong."""
+    args = arguments(dtype, 3, 2, 16, 40, 24, 2, 20, torch.rand(2))
+    expected, bound = reference(args), allowed(args)
+    run(emulator, args, processors=1)
+    file = "expert_attention_mma.cuh" if dtype == torch.bfloat16 else "expert_attention_any.cuh"
+    switches = emulator.switches(file)
+    assert len(switches) == (3 if dtype == torch.bfloat16 else 5)
+    for number, name in switches.items():
+        emulator.switch_off(number)
+        try:
+            out = run(emulator, args, processors=1)
+        except EmulatorError:
+            continue
+        assert not (out.double() - expected).abs().max() <= bound, f"nobody misses {name}"
