@@ -28,8 +28,10 @@ dim3 grid_of(const LevitExpertAttention& call, int images) {
 // Both take start = false for the question whether they could.
 template <class T, class Out, int kSteps, int kTiles>
 int run_mma(const LevitExpertAttention& call, void* stream, bool start) {
-  const MmaPlan plan =
-      largest<MmaPlan>(call, images_wanted(call, kMaxWarps / call.heads), plan_mma<T, kSteps, kTiles>);
+  using Stages = MmaStages<kSteps, kTiles>;
+  if (call.heads > Stages::kMaxWarps || call.heads * Stages::kPairs < kSteps) return kDoesNotFit;
+  const int images = images_wanted(call, Stages::kMaxWarps / call.heads);
+  const MmaPlan plan = largest<MmaPlan>(call, images, plan_mma<T, kSteps, kTiles>);
   if (plan.shared_bytes > call.shared_bytes) return kDoesNotFit;
   if (!start) return 0;
   return LEVIT_LAUNCH((expert_attention_mma<T, Out, kSteps, kTiles>), grid_of(call, plan.images),
@@ -48,7 +50,7 @@ int run_any(const LevitExpertAttention& call, void* stream, bool start) {
 
 template <class T, class Out>
 int run_on_tensor_cores(const LevitExpertAttention& call, void* stream, bool start) {
-  if (call.tokens > kTile || call.heads > kMaxWarps) return kDoesNotFit;
+  if (call.tokens > kTile) return kDoesNotFit;
   const auto holds = [&](int steps, int tiles) { return call.width <= 16 * steps && call.depth <= 8 * tiles; };
   if (holds(4, 8)) return run_mma<T, Out, 4, 8>(call, stream, start);
   if (holds(7, 13)) return run_mma<T, Out, 7, 13>(call, stream, start);

@@ -1,6 +1,6 @@
-// expert_attention without tensor cores: float32, and what the tiles of expert_attention_mma.cuh do not hold. Activations
-// and the gated sum stay in shared memory in float, whatever the tensors are; the weights stream through two slabs, the
-// next one, be it of the next expert, under way while this one is used.
+// expert_attention without tensor cores: float32, and what the tiles of expert_attention_mma.cuh do not hold.
+// Activations and the gated sum stay in shared memory in float, whatever the tensors are; the weights stream through
+// two slabs, the next one, be it of the next expert, under way while this one is used.
 #pragma once
 
 #include <cmath>
@@ -37,9 +37,9 @@ AnyPlan plan_any(const LevitExpertAttention& call, int images) {
   plan.out_stride = (call.heads * call.depth) | 1;
   plan.embed_chunk = gpu::chunk_of<T>(call.w_embed, call.width);
   plan.qkv_chunk = gpu::chunk_of<T>(call.w_qkv, call.depth);
-  const int64_t numbers = static_cast<int64_t>(plan.rows) * (plan.patch_stride + plan.token_stride + 3 * plan.head_stride +
-                                                             plan.score_stride + plan.out_stride);
-  const int64_t bytes = 2 * kSlabRows * kSlabColumns * sizeof(T) + 4 * (numbers + call.experts);
+  const int64_t of_row =
+      plan.patch_stride + plan.token_stride + 3 * plan.head_stride + plan.score_stride + plan.out_stride;
+  const int64_t bytes = 2 * kSlabRows * kSlabColumns * sizeof(T) + 4 * (plan.rows * of_row + call.experts);
   plan.shared_bytes = static_cast<int>(bytes < INT32_MAX ? bytes : INT32_MAX);
   return plan;
 }
@@ -151,8 +151,8 @@ class AnyBlock {
     for (int c = lane * chunk; c < kSlabColumns; c += 32 * chunk) {
       for (int row = threadIdx.x / 32; row < kSlabRows; row += warps) {
         const bool copied = c < width && row < height;
-        gpu::copy_chunk(to + row * kSlabColumns + c, from + (copied ? static_cast<int64_t>(row) * stride + c : 0), copied,
-                        chunk);
+        const T* source = from + (copied ? static_cast<int64_t>(row) * stride + c : 0);
+        gpu::copy_chunk(to + row * kSlabColumns + c, source, copied, chunk);
       }
     }
   }

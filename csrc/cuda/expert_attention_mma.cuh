@@ -18,7 +18,6 @@ namespace levit {
 
 constexpr int kTile = 16;  // tokens of an image
 constexpr int kSlots = 3;
-constexpr int kMaxWarps = 12;  // 168 registers for each of their threads
 
 // Lengths in numbers. Distances of rows are odd multiples of 16 bytes: ldmatrix then meets no bank twice.
 struct MmaPlan {
@@ -34,6 +33,9 @@ struct MmaPlan {
 template <int kSteps, int kTiles>
 struct MmaStages {
   static constexpr int kScores = (kTiles + 1) / 2, kValues = (kTiles + 3) / 4;
+  // Pairs of column tiles of the embedding that a warp takes on, so two heads must share them
+  static constexpr int kPairs = (kSteps + 1) / 2;
+  static constexpr int kMaxWarps = kTiles > 13 ? 8 : 12;  // 255 or 168 registers for each of their threads
 };
 
 template <class T, int kSteps, int kTiles>
@@ -116,8 +118,8 @@ __device__ __forceinline__ void add_scores(const uint32_t (&tokens)[kSteps][4], 
   gpu::multiply<T>(scores[1], queries, keys[1], keys[3]);
 }
 
-// scores [16 queries, 16 keys] -> the powers of their softmax as a left operand; returns gate / their sum in `share` for
-// the two queries of a lane, so that the sum over keys is normalised in float.
+// scores [16 queries, 16 keys] -> the powers of their softmax as a left operand, and for the two queries of a lane
+// gate / their sum in `share`: what the powers weigh is normalised in float.
 template <class T>
 __device__ __forceinline__ void softmax(const float (&scores)[2][4], int tokens, int depth, float gate,
                                         uint32_t (&powers)[4], float (&share)[2]) {
@@ -200,7 +202,7 @@ __device__ __forceinline__ void fill_slot(const LevitExpertAttention& call, cons
 }
 
 template <class T, class Out, int kSteps, int kTiles>
-__global__ void __launch_bounds__(32 * kMaxWarps)
+__global__ void __launch_bounds__(32 * MmaStages<kSteps, kTiles>::kMaxWarps)
     expert_attention_mma(const LevitExpertAttention call, const MmaPlan plan) {
   using Stages = MmaStages<kSteps, kTiles>;
   LEVIT_SHARED(memory);
@@ -253,23 +255,24 @@ __global__ void __launch_bounds__(32 * kMaxWarps)
   float out[kTiles][4] = {};
   const T* const own_patches = patches + (own * kTile + lane % 16) * plan.patch_stride + lane / 16 * 8;
   T* const own_tokens = tokens + own * kTile * plan.token_stride;
+  // The heads of an image share its embedding: of the pairs of column tiles these are this warp's.
+  const int first_pair = head * kSteps / call.heads, pairs = (head + 1) * kSteps / call.heads - first_pair;
   for (int expert = next_used(used, begin, end); expert < end; expert = next_used(used, expert + 1, end)) {
-    {  // The heads of an image share its embedding: every heads-th pair of column tiles is this warp's.
-      float sums[kSteps][2][4];
+    {
+      float sums[Stages::kPairs][2][4];
       const T* const bias = static_cast<const T*>(call.b_embed) + static_cast<int64_t>(expert) * call.width;
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) start_from_bias(bias, (head + i * call.heads) * 16, call.width, sums[i]);
+      for (int i = 0; i < Stages::kPairs; ++i) start_from_bias(bias, (first_pair + i) * 16, call.width, sums[i]);
       for (int stage = 0; stage < plan.embed_stages; ++stage) {
-        const T* weights = next_weights() + lane % 16 * plan.weight_stride + lane / 16 * 8;
+        const T* weights = next_weights() + lane % 16 * plan.weight_stride + lane / 16 * 8 + first_pair * 16;
         const int steps = min(kSteps, plan.pixel_steps - stage * kSteps);
         for (int step = 0; step < steps; ++step) {
           uint32_t a[1][4], b[4];
           gpu::load_rows(a[0], own_patches + (stage * kSteps + step) * 16);
 #pragma unroll
-          for (int i = 0; i < kSteps; ++i) {
-            const int pair = head + i * call.heads;
-            if (pair < kSteps) {
-              gpu::load_transposed(b, weights + step * 16 * plan.weight_stride + pair * 16);
+          for (int i = 0; i < Stages::kPairs; ++i) {
+            if (i < pairs) {
+              gpu::load_transposed(b, weights + step * 16 * plan.weight_stride + i * 16);
               gpu::multiply<T>(sums[i][0], a[0], b[0], b[1]);
               gpu::multiply<T>(sums[i][1], a[0], b[2], b[3]);
             }
@@ -277,15 +280,14 @@ __global__ void __launch_bounds__(32 * kMaxWarps)
         }
       }
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const int pair = head + i * call.heads;
-        if (pair >= kSteps) continue;
+      for (int i = 0; i < Stages::kPairs; ++i) {
+        if (i >= pairs) continue;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {  // tile, then half of its rows
           float first = sums[i][j / 2][j % 2 * 2], second = sums[i][j / 2][j % 2 * 2 + 1];
           first = first > 0 ? first : first * call.slope;
           second = second > 0 ? second : second * call.slope;
-          const int row = lane / 4 + j % 2 * 8, column = pair * 16 + j / 2 * 8 + lane % 4 * 2;
+          const int row = lane / 4 + j % 2 * 8, column = (first_pair + i) * 16 + j / 2 * 8 + lane % 4 * 2;
           *reinterpret_cast<uint32_t*>(own_tokens + row * plan.token_stride + column) = gpu::pack<T>(first, second);
         }
       }

@@ -27,6 +27,8 @@ const char* levit_emu_switch(int number) {
 
 void levit_emu_switch_off(int number) { machine().switched_off = number; }
 
+uint64_t levit_emu_products() { return machine().products; }
+
 const char* levit_emu_failure() {
   static std::string words;
   words = machine().failure();

@@ -13,4 +13,5 @@ void levit_emu_schedule(uint64_t seed, int random);
 const char* levit_emu_switch(int number);
 void levit_emu_switch_off(int number);  // -1: none
 const char* levit_emu_failure();        // of the last launch that failed
+uint64_t levit_emu_products();          // mma instructions since the start, of m16n8k16: 2048 multiply-adds each
 }

@@ -68,6 +68,7 @@ class Machine {
   bool is_off(const char* what, const Site& site);
   const std::vector<std::pair<std::string, Site>>& switches() const { return switches_; }
   int switched_off = -1;
+  uint64_t products = 0;  // mma instructions so far
 
   Index3 block_index;
   Size3 grid_size, block_size;

@@ -62,6 +62,7 @@ void multiply_matrices(float* c, const uint32_t* a, const uint32_t* b, const Sit
     const uint32_t *a, *b;
   } argument{c, a, b};
   machine().meet(~0u, &argument, site, [](Machine::Lanes& lanes, uint32_t) {
+    ++machine().products;
     float left[16][16], right[16][8], sums[16][8];
     const auto low = [](uint32_t pair) { return gpu::to_float(T{static_cast<uint16_t>(pair)}); };
     const auto high = [](uint32_t pair) { return gpu::to_float(T{static_cast<uint16_t>(pair >> 16)}); };

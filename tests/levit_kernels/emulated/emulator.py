@@ -32,6 +32,7 @@ class Emulator:
             ("levit_emu_switch", ctypes.c_char_p, [ctypes.c_int]),
             ("levit_emu_switch_off", None, [ctypes.c_int]),
             ("levit_emu_failure", ctypes.c_char_p, []),
+            ("levit_emu_products", ctypes.c_uint64, []),
         ):
             function = getattr(self.library, name)
             function.restype, function.argtypes = result, arguments

@@ -23,7 +23,7 @@ class Call(ctypes.Structure):
 
 
 def arguments(dtype, batch, experts, tokens, pixels, width, heads, depth, gates=None):
-    new = lambda *shape: torch.randn(shape)
+    new = torch.randn
     weights = new(experts, width, 3, heads, depth) / width**0.5
     tensors = [new(batch, tokens, pixels), new(experts, pixels, width) / pixels**0.5, new(experts, width)]
     tensors += [weights, new(experts, 3, heads, depth) * 0.1]
@@ -144,6 +144,16 @@ def test_nan_reaches_the_images_that_have_it_and_no_others(emulator, dtype):
     assert out[1].isnan().all() and not out[[0, 2]].isnan().any()
 
 
+def test_useful_share_of_the_work_at_the_cifar_size(emulator):
+    args = arguments(torch.bfloat16, *SIZES["cifar"])
+    before = emulator.library.levit_emu_products()
+    run(emulator, args)
+    done = (emulator.library.levit_emu_products() - before) * 2048
+    batch, experts, tokens, pixels, width, heads, depth = SIZES["cifar"]
+    of_image = tokens * (pixels * width + 3 * width * heads * depth + 2 * tokens * heads * depth)
+    assert batch * experts * of_image / done >= 0.85
+
+
 def test_tokens_beyond_a_tile(emulator):
     args = arguments(torch.bfloat16, 3, 2, 20, 12, 24, 2, 20, torch.rand(2))
     assert fits(emulator, args) == 1
@@ -159,6 +169,7 @@ def test_which_kernel_holds_what(emulator):
     assert fits(emulator, arguments(torch.bfloat16, 2, 2, 16, 192, 100, 3, 100)) == 2
     assert fits(emulator, arguments(torch.float32, 2, 2, 16, 192, 100, 3, 100)) == 1
     assert fits(emulator, arguments(torch.float16, 1, 1, 16, 4, 100, 2, 130)) == 1
+    assert fits(emulator, arguments(torch.float16, 1, 1, 16, 4, 100, 1, 100)) == 1
     assert fits(emulator, arguments(torch.float32, 1, 1, 16, 4000, 8, 1, 8)) == 0
     assert fits(emulator, arguments(torch.float32, 1, 1, 16, 192, 100, 3, 100), dict(A100, shared_bytes=48 << 10)) == 0
     args = arguments(torch.float32, 1, 1, 16, 4000, 8, 1, 8)
