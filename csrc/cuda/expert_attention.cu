@@ -22,7 +22,7 @@ Plan largest(const LevitExpertAttention& call, int images, Plan (*plan)(const Le
 }
 
 dim3 grid_of(const LevitExpertAttention& call, int images) {
-  return dim3(static_cast<unsigned>((call.batch + images - 1) / images), call.gates ? 1 : call.experts);
+  return dim3(static_cast<unsigned>((call.batch + images - 1) / images), call.gates.data ? 1 : call.experts);
 }
 
 // Both take start = false for the question whether they could.

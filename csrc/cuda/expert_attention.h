@@ -1,4 +1,4 @@
-// What the kernels of expert_attention are told; plain C, so that a test without torch can call them too.
+// What the kernels of expert_attention are told.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,12 @@
 struct LevitExpertAttention {
   // Everything dense: patches [B, N, P], w_embed [K, P, Q], b_embed [K, Q], w_qkv [K, Q, 3, H, d], b_qkv [K, 3, H, d]
   const void *patches, *w_embed, *b_embed, *w_qkv, *b_qkv;
-  const float* gates;  // [B or 1, K, H or 1] by these distances, or null
-  int64_t gates_per_image, gates_per_expert, gates_per_head;
+  LevitGates gates;
   void* out;  // [B, N, H d], without gates [K, B, N, H d]
   int64_t batch;
   int32_t experts, tokens, pixels, width, heads, depth;
   float slope;
-  int32_t type, out_type;        // LevitType
+  int32_t type, out_type;            // LevitType
   int32_t processors, shared_bytes;  // of the GPU: how many, and how much shared memory a block may have
 };
 

@@ -8,8 +8,9 @@
 
 #include "copies.h"
 #include "expert_attention.h"
-#include "expert_attention_gates.cuh"
 #include "gpu.h"
+#include "used_experts.cuh"
+#include "vectors.h"
 
 namespace levit {
 
@@ -49,11 +50,6 @@ struct Slab {
   int expert, matrix, column, row;
 };
 
-template <class T>
-struct alignas(kSide * sizeof(T)) Side {
-  T numbers[kSide];
-};
-
 template <class T, class Out>
 class AnyBlock {
  public:
@@ -67,8 +63,8 @@ class AnyBlock {
     out = scores + plan.rows * plan.score_stride;
     used = reinterpret_cast<int*>(out + plan.rows * plan.out_stride);
     first_image = static_cast<int64_t>(blockIdx.x) * plan.images;
-    begin = call.gates ? 0 : blockIdx.y;
-    end = call.gates ? call.experts : begin + 1;
+    begin = call.gates.data ? 0 : blockIdx.y;
+    end = call.gates.data ? call.experts : begin + 1;
   }
 
   __device__ __forceinline__ void run() {
@@ -167,7 +163,7 @@ class AnyBlock {
     const float* x = (slab.matrix ? tokens : patches) + row * stride + slab.row;
     const int count = min(kSlabRows, inputs(slab) - slab.row);
     for (int k = 0; k < count; ++k) {
-      const Side<T> side = *reinterpret_cast<const Side<T>*>(weights + k * kSlabColumns + column);
+      const auto side = gpu::load<kSide>(weights + k * kSlabColumns + column);
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
         const float input = x[i * stride + k];
@@ -202,7 +198,7 @@ class AnyBlock {
     const int query = threadIdx.x / kThreadsPerRow, part = threadIdx.x % kThreadsPerRow;
     const int own = query / call.tokens;  // the image within the block
     const bool exists = query < plan.images * call.tokens && first_image + own < call.batch;
-    const float gate = exists ? gate_of(call, first_image + own, expert, head) : 0.0f;
+    const float gate = exists ? gate_of(call.gates, first_image + own, expert, head) : 0.0f;
     const int keys = gate != 0.0f ? call.tokens : 0;
     const float* q = heads + query * plan.head_stride;
     const float* k = heads + (plan.rows + own * call.tokens) * plan.head_stride;

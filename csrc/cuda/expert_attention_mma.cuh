@@ -11,8 +11,8 @@
 
 #include "copies.h"
 #include "expert_attention.h"
-#include "expert_attention_gates.cuh"
 #include "gpu.h"
+#include "used_experts.cuh"
 
 namespace levit {
 
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(32 * MmaStages<kSteps, kTiles>::kMaxWarps)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head = warp % call.heads, own = warp / call.heads;  // the image within the block
   const int64_t first_image = static_cast<int64_t>(blockIdx.x) * plan.images, image = first_image + own;
-  const int begin = call.gates ? 0 : blockIdx.y, end = call.gates ? call.experts : begin + 1;
+  const int begin = call.gates.data ? 0 : blockIdx.y, end = call.gates.data ? call.experts : begin + 1;
 
   for (int expert = begin + threadIdx.x; expert < end; expert += blockDim.x) {
     used[expert] = is_used(call, first_image, plan.images, expert);
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(32 * MmaStages<kSteps, kTiles>::kMaxWarps)
         }
       }
     }
-    const float gate = image < call.batch ? gate_of(call, image, expert, head) : 0.0f;  // of zero: whatever comes out
+    const float gate = image < call.batch ? gate_of(call.gates, image, expert, head) : 0.0f;
     const int features = call.heads * call.depth, distance = plan.weight_stride;
     const T* const query_bias = static_cast<const T*>(call.b_qkv) + expert * 3LL * features + head * call.depth;
     const T *const key_bias = query_bias + features, *const value_bias = key_bias + features;
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(32 * MmaStages<kSteps, kTiles>::kMaxWarps)
     float scores[2][4] = {};
     for (int stage = 0; stage < Stages::kScores; ++stage) {
       const T* weights = next_weights() + head * 32;
-      if (gate == 0.0f) continue;
+      if (gate == 0.0f) continue;  // whatever the expert computes
       if (stage == 0) {  // the barrier of the stage has shown all heads' columns of the tokens
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {

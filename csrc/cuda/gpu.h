@@ -116,6 +116,11 @@ __device__ __forceinline__ void multiply<f16>(float (&c)[4], const uint32_t (&a)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// A device-side assertion: what fails it ends the kernel.
+__device__ __forceinline__ void require(bool holds) {
+  if (!holds) __trap();
+}
+
 template <class Kernel, class... Arguments>
 int launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, void* stream, const Arguments&... arguments) {
   if (shared_bytes > 48 << 10) {  // more must be asked for
@@ -145,6 +150,7 @@ template <class T>
 uint32_t pack(float first, float second) {
   return from_float<T>(first).bits | static_cast<uint32_t>(from_float<T>(second).bits) << 16;
 }
+inline void require(bool holds, LEVIT_CALLER) { emu::require(holds, {file, line}); }
 template <int kBytes>
 void copy_async(void* to, const void* from, bool valid = true, LEVIT_CALLER) {
   emu::copy_async(to, from, kBytes, valid ? kBytes : 0, {file, line});

@@ -55,6 +55,10 @@ void atomic_access(void* address, size_t bytes, const Site& site) {
   if (m.memory.holds(address)) m.memory.access(Kind::kAtomic, address, bytes, m.thread(), place_of(site));
 }
 
+void require(bool holds, const Site& site) {
+  if (!holds) machine().fail("an assertion fails", site);
+}
+
 int launch(Size3 grid, Size3 block, size_t shared_bytes, std::function<void()> kernel) {
   return machine().launch(grid, block, shared_bytes, std::move(kernel)) ? 0 : 1;
 }

@@ -34,6 +34,8 @@ uint32_t ballot(uint32_t mask, bool vote, const Site& site);
 // Before an atomic operation on `bytes` at `address`; threads switch elsewhere, so it needs nothing more.
 void atomic_access(void* address, size_t bytes, const Site& site);
 
+void require(bool holds, const Site& site);
+
 // 0, or 1 if the kernel failed
 int launch(Size3 grid, Size3 block, size_t shared_bytes, std::function<void()> kernel);
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from levit_kernels.gates import broadcast_strides, expand
+
 ROOT = Path(__file__).parents[3]
 BUILD = ROOT / "build" / "emulated"
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -17,6 +19,10 @@ A100 = {"processors": 108, "shared_bytes": 163 << 10}
 
 class EmulatorError(RuntimeError):
     """What the emulator reports about a kernel."""
+
+
+class Gates(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p)] + [(f"per_{x}", ctypes.c_int64) for x in ("image", "expert", "head")]
 
 
 class Emulator:
@@ -56,6 +62,11 @@ class Emulator:
         address = self.library.levit_emu_allocate(size)
         self.library.levit_emu_upload(address, tensor.data_ptr(), size)
         return address
+
+    def gates(self, gates: torch.Tensor) -> Gates:
+        """Gates in any layout, as the kernels take them."""
+        expanded = expand(gates.float().contiguous())
+        return Gates(self.upload(gates.float()), *broadcast_strides(expanded))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Memory that nobody has written yet."""

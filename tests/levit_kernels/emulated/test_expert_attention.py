@@ -5,15 +5,15 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import pytest
 import torch
-from emulator import A100, TYPES, EmulatorError
+from emulator import A100, TYPES, EmulatorError, Gates
 
 from levit_kernels.expert_attention import expert_attention_reference
 
 
 class Call(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("patches", "w_embed", "b_embed", "w_qkv", "b_qkv", "gates")),
-        *((name, c_int64) for name in ("gates_per_image", "gates_per_expert", "gates_per_head")),
+        *((name, c_void_p) for name in ("patches", "w_embed", "b_embed", "w_qkv", "b_qkv")),
+        ("gates", Gates),
         ("out", c_void_p),
         ("batch", c_int64),
         *((name, c_int32) for name in ("experts", "tokens", "pixels", "width", "heads", "depth")),
@@ -38,11 +38,7 @@ def prepare(emulator, args, gpu=A100, processors=None):
     shape, dtype = (experts, batch, tokens, heads * depth), patches.dtype
     if gates is not None:
         shape, dtype = shape[1:], torch.promote_types(dtype, gates.dtype)
-        call.gates = emulator.upload(gates.float())
-        per_image, per_head = gates.ndim == 3, gates.ndim > 1 and gates.shape[-1] > 1
-        call.gates_per_expert = gates.shape[-1] if gates.ndim > 1 else 1
-        call.gates_per_image = experts * call.gates_per_expert if per_image else 0
-        call.gates_per_head = 1 if per_head else 0
+        call.gates = emulator.gates(gates)
     call.batch, call.experts, call.tokens, call.pixels = batch, experts, tokens, pixels
     call.width, call.heads, call.depth, call.slope = width, heads, depth, 0.2
     call.type, call.out_type = TYPES[patches.dtype], TYPES[dtype]

@@ -4,20 +4,16 @@
 #include <cstdint>
 
 #include "expert_attention.h"
+#include "gates.cuh"
 #include "gpu.h"
 
 namespace levit {
-
-__device__ __forceinline__ float gate_of(const LevitExpertAttention& call, int64_t image, int expert, int head) {
-  if (!call.gates) return 1.0f;
-  return call.gates[image * call.gates_per_image + expert * call.gates_per_expert + head * call.gates_per_head];
-}
 
 // Whether any of the images needs the expert: what all of them gate by zero is not even read.
 __device__ __forceinline__ bool is_used(const LevitExpertAttention& call, int64_t first, int images, int expert) {
   for (int64_t image = first; image < first + images && image < call.batch; ++image) {
     for (int head = 0; head < call.heads; ++head) {
-      if (gate_of(call, image, expert, head) != 0.0f) return true;
+      if (gate_of(call.gates, image, expert, head) != 0.0f) return true;
     }
   }
   return false;
