@@ -6,16 +6,14 @@
 #include <cmath>
 #include <cstdint>
 
-#include "copies.h"
 #include "expert_attention.h"
 #include "gpu.h"
+#include "slabs.cuh"
 #include "used_experts.cuh"
-#include "vectors.h"
 
 namespace levit {
 
-// A thread computes a square of 4 x 4, 16 threads a strip of kSlabColumns columns; and 4 threads share a query.
-constexpr int kSlabRows = 32, kSlabColumns = 64, kSide = 4, kThreadsPerRow = 4;
+constexpr int kThreadsPerRow = 4;  // 16 that multiply 4 rows at a time; and 4 that share a query
 constexpr int kMaxRows = 128;
 
 // Lengths in numbers; distances of rows are odd, so that threads on different rows meet different banks.
@@ -40,7 +38,7 @@ AnyPlan plan_any(const LevitExpertAttention& call, int images) {
   plan.qkv_chunk = gpu::chunk_of<T>(call.w_qkv, call.depth);
   const int64_t of_row =
       plan.patch_stride + plan.token_stride + 3 * plan.head_stride + plan.score_stride + plan.out_stride;
-  const int64_t bytes = 2 * kSlabRows * kSlabColumns * sizeof(T) + 4 * (plan.rows * of_row + call.experts);
+  const int64_t bytes = 2 * kSlab * sizeof(T) + 4 * (plan.rows * of_row + call.experts);
   plan.shared_bytes = static_cast<int>(bytes < INT32_MAX ? bytes : INT32_MAX);
   return plan;
 }
@@ -56,7 +54,7 @@ class AnyBlock {
   __device__ __forceinline__ AnyBlock(const LevitExpertAttention& of, const AnyPlan& p, unsigned char* memory)
       : call(of), plan(p) {
     slabs = reinterpret_cast<T*>(memory);
-    patches = reinterpret_cast<float*>(slabs + 2 * kSlabRows * kSlabColumns);
+    patches = reinterpret_cast<float*>(slabs + 2 * kSlab);
     tokens = patches + plan.rows * plan.patch_stride;
     heads = tokens + plan.rows * plan.token_stride;
     scores = heads + 3 * plan.rows * plan.head_stride;
@@ -78,17 +76,20 @@ class AnyBlock {
     }
     __syncthreads();  // who is used
     Slab slab = {next_used(used, begin, end), 0, 0, 0};
-    T *now = slabs, *then = slabs + kSlabRows * kSlabColumns;
-    if (slab.expert < end) fill(slab, now);
+    T *now = slabs, *then = slabs + kSlab;
+    if (slab.expert < end) fill_slab(matrix(slab), slab.row, slab.column, now);
     gpu::commit_copies();
     float sums[kSide][kSide];
     while (slab.expert < end) {
       const Slab next = after(slab);
       gpu::wait_for_copies<0>();
       __syncthreads();  // this slab has come, the other one is free, and so are tokens, queries, keys and values
-      if (next.expert < end) fill(next, then);
+      if (next.expert < end) fill_slab(matrix(next), next.row, next.column, then);
       gpu::commit_copies();
-      add_slab(slab, now, sums);
+      if (slab.row == 0) clear(sums);
+      const float* x = (slab.matrix ? tokens : patches) + slab.row;
+      const int stride = slab.matrix ? plan.token_stride : plan.patch_stride;
+      add_slab(x, stride, min(kSlabRows, inputs(slab) - slab.row), now, sums);
       if (next.row == 0) {
         finish_columns(slab, sums);
         const bool head_done = slab.matrix && slab.matrix % 3 == 0 && next.column == 0;
@@ -137,44 +138,20 @@ class AnyBlock {
     }
   }
 
-  __device__ __forceinline__ void fill(const Slab& slab, T* to) const {
-    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const int stride = slab.matrix ? 3 * call.heads * call.depth : call.width, width = outputs(slab) - slab.column;
-    const int chunk = slab.matrix ? plan.qkv_chunk : plan.embed_chunk, height = inputs(slab) - slab.row;
-    const T* from = static_cast<const T*>(slab.matrix ? call.w_qkv : call.w_embed);
-    from += (static_cast<int64_t>(slab.expert) * inputs(slab) + slab.row) * stride + slab.column;
-    if (slab.matrix) from += place(slab) * call.depth;
-    for (int c = lane * chunk; c < kSlabColumns; c += 32 * chunk) {
-      for (int row = threadIdx.x / 32; row < kSlabRows; row += warps) {
-        const bool copied = c < width && row < height;
-        const T* source = from + (copied ? static_cast<int64_t>(row) * stride + c : 0);
-        gpu::copy_chunk(to + row * kSlabColumns + c, source, copied, chunk);
-      }
+  __device__ __forceinline__ Matrix<T> matrix(const Slab& slab) const {
+    const int features = call.heads * call.depth, chunk = slab.matrix ? plan.qkv_chunk : plan.embed_chunk;
+    if (!slab.matrix) {
+      const T* weights = static_cast<const T*>(call.w_embed);
+      weights += static_cast<int64_t>(slab.expert) * call.pixels * call.width;
+      return {weights, call.width, call.pixels, call.width, chunk};
     }
-  }
-
-  __device__ __forceinline__ void add_slab(const Slab& slab, const T* weights, float (&sums)[kSide][kSide]) const {
-    const int row = threadIdx.x / 16 * kSide, column = threadIdx.x % 16 * kSide;
-    if (slab.row == 0) {
-#pragma unroll
-      for (int i = 0; i < kSide * kSide; ++i) sums[i / kSide][i % kSide] = 0;
-    }
-    const int stride = slab.matrix ? plan.token_stride : plan.patch_stride;
-    const float* x = (slab.matrix ? tokens : patches) + row * stride + slab.row;
-    const int count = min(kSlabRows, inputs(slab) - slab.row);
-    for (int k = 0; k < count; ++k) {
-      const auto side = gpu::load<kSide>(weights + k * kSlabColumns + column);
-#pragma unroll
-      for (int i = 0; i < kSide; ++i) {
-        const float input = x[i * stride + k];
-#pragma unroll
-        for (int j = 0; j < kSide; ++j) sums[i][j] += input * gpu::to_float(side.numbers[j]);
-      }
-    }
+    const T* weights = static_cast<const T*>(call.w_qkv) + place(slab) * call.depth;
+    weights += static_cast<int64_t>(slab.expert) * call.width * 3 * features;
+    return {weights, 3 * features, call.width, call.depth, chunk};
   }
 
   __device__ __forceinline__ void finish_columns(const Slab& slab, const float (&sums)[kSide][kSide]) {
-    const int row = threadIdx.x / 16 * kSide, column = slab.column + threadIdx.x % 16 * kSide;
+    const int row = first_row(), column = slab.column + first_column();
     const T* bias = slab.matrix ? static_cast<const T*>(call.b_qkv) + place(slab) * call.depth
                                 : static_cast<const T*>(call.b_embed);
     bias += static_cast<int64_t>(slab.expert) * (slab.matrix ? 3 * call.heads * call.depth : call.width);

@@ -16,6 +16,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 #define threadIdx (::levit::emu::thread_index())
 #define blockIdx (::levit::emu::block_index())
