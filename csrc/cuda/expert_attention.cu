@@ -41,7 +41,10 @@ int run_mma(const LevitExpertAttention& call, void* stream, bool start) {
 template <class T, class Out>
 int run_any(const LevitExpertAttention& call, void* stream, bool start) {
   if (call.tokens > kMaxRows) return kDoesNotFit;
-  const AnyPlan plan = largest<AnyPlan>(call, images_wanted(call, std::max(1, 64 / call.tokens)), plan_any<T>);
+  const auto plan_for = [](const LevitExpertAttention& of, int images) {
+    return plan_any<T>(of, images, of.heads * of.depth);
+  };
+  const AnyPlan plan = largest<AnyPlan>(call, images_wanted(call, std::max(1, 64 / call.tokens)), plan_for);
   if (plan.shared_bytes > call.shared_bytes) return kDoesNotFit;
   if (!start) return 0;
   return LEVIT_LAUNCH((expert_attention_any<T, Out>), grid_of(call, plan.images), dim3(kThreadsPerRow * plan.rows),

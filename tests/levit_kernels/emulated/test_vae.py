@@ -10,7 +10,6 @@ from emulator import A100, TYPES, EmulatorError
 from levit_kernels.elbo_loss import elbo_loss_reference
 from levit_kernels.expansion_distances import expansion_distances_reference
 
-
 PROCESSORS = {"mnist": 4, "odd": 1, "one": 1}  # few: one block of many warps; more: blocks of a warp each
 
 
