@@ -121,6 +121,17 @@ __device__ __forceinline__ void require(bool holds) {
   if (!holds) __trap();
 }
 
+inline int use_device(int device) { return cudaSetDevice(device); }
+
+inline const char* error_text(int status) {
+  if (status == cudaErrorNoKernelImageForDevice) {
+    return "the CUDA kernels were not compiled for this GPU; reinstall levit-kernels with its architecture in "
+           "TORCH_CUDA_ARCH_LIST";
+  }
+  if (status == cudaErrorInsufficientDriver) return "the NVIDIA driver is older than the CUDA runtime of the kernels";
+  return cudaGetErrorString(static_cast<cudaError_t>(status));
+}
+
 template <class Kernel, class... Arguments>
 int launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, void* stream, const Arguments&... arguments) {
   if (shared_bytes > 48 << 10) {  // more must be asked for
@@ -150,6 +161,8 @@ template <class T>
 uint32_t pack(float first, float second) {
   return from_float<T>(first).bits | static_cast<uint32_t>(from_float<T>(second).bits) << 16;
 }
+inline int use_device(int) { return 0; }
+inline const char* error_text(int) { return emu::failure(); }
 inline void require(bool holds, LEVIT_CALLER) { emu::require(holds, {file, line}); }
 template <int kBytes>
 void copy_async(void* to, const void* from, bool valid = true, LEVIT_CALLER) {

@@ -29,10 +29,6 @@ void levit_emu_switch_off(int number) { machine().switched_off = number; }
 
 uint64_t levit_emu_products() { return machine().products; }
 
-const char* levit_emu_failure() {
-  static std::string words;
-  words = machine().failure();
-  return words.c_str();
-}
+const char* levit_emu_failure() { return levit::emu::failure(); }
 
 }

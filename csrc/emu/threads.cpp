@@ -63,4 +63,10 @@ int launch(Size3 grid, Size3 block, size_t shared_bytes, std::function<void()> k
   return machine().launch(grid, block, shared_bytes, std::move(kernel)) ? 0 : 1;
 }
 
+const char* failure() {
+  static std::string words;
+  words = machine().failure();
+  return words.c_str();
+}
+
 }  // namespace levit::emu

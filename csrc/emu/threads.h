@@ -39,4 +39,6 @@ void require(bool holds, const Site& site);
 // 0, or 1 if the kernel failed
 int launch(Size3 grid, Size3 block, size_t shared_bytes, std::function<void()> kernel);
 
+const char* failure();  // of the last launch that failed
+
 }  // namespace levit::emu

@@ -1,5 +1,12 @@
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import pytest
 from emulator import Emulator, build
+
+from levit_kernels.cuda.runtime import substitute
 
 
 @pytest.fixture(scope="session")
@@ -10,5 +17,6 @@ def library():
 @pytest.fixture
 def emulator(library):
     library.reset()
-    yield library
+    with substitute(library):
+        yield library
     library.reset()

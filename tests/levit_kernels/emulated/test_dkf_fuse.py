@@ -1,58 +1,18 @@
 """dkf_fuse's CUDA kernels, emulated, against the reference in float64 and its autograd."""
 
-import ctypes
-from ctypes import c_int32, c_int64, c_void_p
-
 import pytest
 import torch
-from emulator import TYPES, EmulatorError, Gates
+from emulator import DTYPES, EmulatorError
 
+from levit_kernels.cuda import dkf_fuse as cuda
 from levit_kernels.dkf_fuse import dkf_fuse_reference
-from levit_kernels.gates import reduce_like
 
 GATES = {"per expert": (4,), "per head": (4, 3), "per image": (5, 4, 1), "per image and head": (5, 4, 3)}
 SIZES = {"published": (16, 300), "odd": (3, 21), "many blocks": (4, 1200)}  # N, E
 
 
-class Call(ctypes.Structure):
-    _fields_ = [
-        ("features", c_void_p),
-        *((name, c_int64) for name in ("per_row", "per_expert")),
-        ("gates", Gates),
-        ("index", c_void_p),
-        *((name, c_int64) for name in ("rows", "batch")),
-        *((name, c_int32) for name in ("experts", "tokens", "width", "heads", "type", "out_type")),
-        *((name, c_void_p) for name in ("out", "grad", "by_gates", "by_features")),
-    ]
-
-
-def prepare(emulator, features, gates, index):
-    rows, experts, tokens, width = features.shape
-    call = Call(emulator.upload(features), experts * tokens * width, tokens * width, emulator.gates(gates))
-    call.index, call.rows, call.batch = emulator.upload(index), rows, rows if index is None else len(index)
-    call.experts, call.tokens, call.width = experts, tokens, width
-    call.heads = gates.shape[-1] if gates.ndim > 1 else 1
-    out_type = torch.promote_types(features.dtype, gates.dtype)
-    call.type, call.out_type = TYPES[features.dtype], TYPES[out_type]
-    return call, (call.batch, tokens, width), out_type
-
-
-def forward(emulator, features, gates, index):
-    call, shape, dtype = prepare(emulator, features, gates, index)
-    call.out = emulator.allocate(shape, dtype)
-    emulator.check(emulator.library.levit_dkf_fuse(ctypes.byref(call), None))
-    return emulator.download(call.out, shape, dtype)
-
-
-def backward(emulator, grad, features, gates, index):
-    call, _, _ = prepare(emulator, features, gates, index)
-    per_head = (call.batch, call.experts, call.heads)
-    call.grad = emulator.upload(grad)
-    call.by_gates = emulator.allocate(per_head, torch.float32)
-    call.by_features = emulator.allocate(features.shape, features.dtype)
-    emulator.check(emulator.library.levit_dkf_fuse_backward(ctypes.byref(call), None))
-    by_gates = reduce_like(emulator.download(call.by_gates, per_head, torch.float32), gates)
-    return emulator.download(call.by_features, features.shape, features.dtype), by_gates
+def backward(grad, features, gates, index):
+    return cuda.dkf_fuse_backward(grad, features, gates, index, [True, True])
 
 
 def case(dtype, size, gates, indexed=True):
@@ -65,27 +25,25 @@ def in_double(function, features, gates, index):
     return function(features.double(), gates.double(), index)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("indexed", [True, False], ids=["indexed", "all rows"])
 def test_sum(emulator, size, gates, dtype, indexed):
     args = case(dtype, size, gates, indexed)
-    torch.testing.assert_close(
-        forward(emulator, *args), in_double(dkf_fuse_reference, *args).float(), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(cuda.dkf_fuse(*args), in_double(dkf_fuse_reference, *args).float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_result_in_half_precision(emulator, dtype):
     features, gates, index = case(dtype, "published", "per head")
-    out = forward(emulator, features, gates.to(dtype), index)
+    out = cuda.dkf_fuse(features, gates.to(dtype), index)
     assert out.dtype == dtype
     expected = in_double(dkf_fuse_reference, features, gates.to(dtype), index)
     torch.testing.assert_close(out, expected.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("size", ["published", "odd"])
 @pytest.mark.parametrize("indexed", [True, False], ids=["indexed", "all rows"])
@@ -93,7 +51,7 @@ def test_gradients(emulator, size, gates, dtype, indexed):
     features, gates, index = case(dtype, size, gates, indexed)
     out, pull = torch.func.vjp(lambda f, g: dkf_fuse_reference(f, g, index), features.double(), gates.double())
     grad = torch.randn(out.shape)
-    by_features, by_gates = backward(emulator, grad, features, gates, index)
+    by_features, by_gates = backward(grad, features, gates, index)
     expected_features, expected_gates = pull(grad.double())
     torch.testing.assert_close(by_gates, expected_gates.float(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(by_features, expected_features.to(dtype))
@@ -104,7 +62,7 @@ def test_zero_gates_drop_what_is_stored(emulator):
     gates[1], gates[2, 0] = 0, 0
     expected = in_double(dkf_fuse_reference, features, gates, index)
     features[:, 1], features[:, 2, :, :100] = torch.nan, torch.inf
-    torch.testing.assert_close(forward(emulator, features, gates, index), expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cuda.dkf_fuse(features, gates, index), expected.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("row", [-1, 7])
@@ -112,15 +70,13 @@ def test_rows_outside_the_store_are_refused(emulator, row):
     features, gates, index = case(torch.float32, "odd", "per expert")
     index[2] = row
     with pytest.raises(EmulatorError, match="assertion fails at dkf_fuse.cuh"):
-        forward(emulator, features, gates, index)
+        cuda.dkf_fuse(features, gates, index)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_schedules(emulator, seed):
     emulator.schedule(seed)
     args = case(torch.float32, "published", "per image and head")
-    torch.testing.assert_close(
-        forward(emulator, *args), in_double(dkf_fuse_reference, *args).float(), rtol=1e-5, atol=1e-5
-    )
-    backward(emulator, torch.randn(5, 16, 300), *args)
+    torch.testing.assert_close(cuda.dkf_fuse(*args), in_double(dkf_fuse_reference, *args).float(), rtol=1e-5, atol=1e-5)
+    backward(torch.randn(5, 16, 300), *args)
     assert not emulator.switches("dkf_fuse.cuh"), "no thread of these kernels waits for another"
