@@ -201,6 +201,23 @@ __device__ __forceinline__ void fill_slot(const LevitExpertAttention& call, cons
   }
 }
 
+// Starts the copies of a block's images, with zeros for what is no token; they are part of the first stage's.
+template <class T>
+__device__ __forceinline__ void load_patches(const LevitExpertAttention& call, const MmaPlan& plan, int64_t first_image,
+                                             T* patches) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int row = warp; row < plan.images * kTile; row += blockDim.x / 32) {
+    const int64_t of = first_image + row / kTile;
+    const bool exists = of < call.batch && row % kTile < call.tokens;
+    const T* from = static_cast<const T*>(call.patches);
+    if (exists) from += (of * call.tokens + row % kTile) * call.pixels;
+    for (int c = lane * plan.patch_chunk; c < plan.pixel_steps * 16; c += 32 * plan.patch_chunk) {
+      const bool copied = exists && c < call.pixels;
+      gpu::copy_chunk(patches + row * plan.patch_stride + c, from + (copied ? c : 0), copied, plan.patch_chunk);
+    }
+  }
+}
+
 template <class T, class Out, int kSteps, int kTiles>
 __global__ void __launch_bounds__(32 * MmaStages<kSteps, kTiles>::kMaxWarps)
     expert_attention_mma(const LevitExpertAttention call, const MmaPlan plan) {
@@ -218,19 +235,10 @@ __global__ void __launch_bounds__(32 * MmaStages<kSteps, kTiles>::kMaxWarps)
   for (int expert = begin + threadIdx.x; expert < end; expert += blockDim.x) {
     used[expert] = is_used(call, first_image, plan.images, expert);
   }
-  for (int row = warp; row < plan.images * kTile; row += blockDim.x / 32) {
-    const int64_t of = first_image + row / kTile;
-    const bool exists = of < call.batch && row % kTile < call.tokens;
-    const T* from = static_cast<const T*>(call.patches);
-    if (exists) from += (of * call.tokens + row % kTile) * call.pixels;
-    for (int c = lane * plan.patch_chunk; c < plan.pixel_steps * 16; c += 32 * plan.patch_chunk) {
-      const bool copied = exists && c < call.pixels;
-      gpu::copy_chunk(patches + row * plan.patch_stride + c, from + (copied ? c : 0), copied, plan.patch_chunk);
-    }
-  }
   __syncthreads();  // who is used
 
   int ahead_expert = next_used(used, begin, end), ahead_stage = 0, slot = 0;
+  if (ahead_expert < end) load_patches(call, plan, first_image, patches);
   const auto fill_next = [&](int into) {
     if (ahead_expert < end) {
       fill_slot<T, kSteps, kTiles>(call, plan, ahead_expert, ahead_stage, slots + into * plan.slot);
