@@ -126,14 +126,14 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def build() -> Path:
+def build(folder: Path = BUILD, *options: str) -> Path:
     """The library, built anew where its sources are newer."""
     missing = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
     if missing:
         raise FileNotFoundError(f"the emulated CUDA kernels are built with cmake and ninja; missing: {missing}")
-    _run("cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja")
-    _run("cmake", "--build", BUILD)
-    return BUILD / "liblevit_emulated.so"
+    _run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *options)
+    _run("cmake", "--build", folder)
+    return folder / "liblevit_emulated.so"
 
 
 def _run(*command: object) -> None:

@@ -19,8 +19,11 @@ CASES = [
 ]
 
 
+# behind each other for each case: plain torch is asked once
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (0, 2, 3, 4))])
 @pytest.mark.parametrize("op, sizes, dtype", CASES)
-def test_result_and_gradients(emulator, op, sizes, dtype):
+def test_result_and_gradients(emulator, op, sizes, dtype, seed):
+    emulator.schedule(seed)
     check(op, sizes, dtype, "cuda")
     assert emulator.launches
 
