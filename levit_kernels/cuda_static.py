@@ -48,11 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="sources whose name contains NAME")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), metavar="T", help="default: sm_80 sm_90")
     options = parser.parse_args(arguments)
+    sources = [x for x in sorted(SOURCES.glob("*.cu")) if not options.only or any(y in x.name for y in options.only)]
+    if not sources:
+        parser.error(f"no sources to compile in {SOURCES}: this works in a checkout")
     print(_line(_COLUMNS))
     failed = 0
-    for source in sorted(SOURCES.glob("*.cu")):
-        if options.only and not any(name in source.name for name in options.only):
-            continue
+    for source in sources:
         for target in options.targets:
             try:
                 for kernel in compile_for(source, target):

@@ -26,6 +26,12 @@ def test_nothing_is_spilled_on_hopper(source):
     assert list(cuda_static.compile_for(source, "sm_90"))
 
 
+def test_without_sources_nothing_is_said_to_be_fine(capsys):
+    with pytest.raises(SystemExit):
+        cuda_static.main(["--only", "no such kernel"])
+    assert "no sources to compile" in capsys.readouterr().err
+
+
 def test_the_gate_sees_spills_and_local_memory(tmp_path):
     spilling = tmp_path / "spilling.cu"
     spilling.write_text(
