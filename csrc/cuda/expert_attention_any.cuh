@@ -82,7 +82,7 @@ class AnyForward : public ExpertLayers<T, AnyForward<T, Out>> {
 };
 
 template <class T, class Out>
-__global__ void __launch_bounds__(kMaxRows* kThreadsPerRow)
+__global__ void __launch_bounds__(kMaxRows* kThreadsPerRow, 1)
     expert_attention_any(const __grid_constant__ LevitExpertAttention call, const __grid_constant__ AnyPlan plan) {
   LEVIT_SHARED(memory);
   const int begin = call.gates.data ? 0 : blockIdx.y;
