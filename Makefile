@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q --durations=10
-BUILD_INPUTS := pyproject.toml setup.py Makefile $(shell find build_backend csrc -name '*.py' -o -name '*.cpp' -o -name '*.h')
+BUILD_INPUTS := pyproject.toml setup.py Makefile $(shell find build_backend csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.cu*')
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-full bench install clean
@@ -47,5 +47,5 @@ $(INSTALLED): $(BUILD_INPUTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .benchmarks
-	rm -f levit_kernels/_C.abi3.so levit_kernels/_build_info.json
+	rm -f levit_kernels/_C.abi3.so levit_kernels/_cuda.so levit_kernels/_build_info.json
 	find . -name __pycache__ -not -path './.git/*' -exec rm -rf {} +

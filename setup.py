@@ -1,7 +1,9 @@
-"""Builds levit_kernels/_C.abi3.so, the native ops on torch's stable ABI; everything else stands in pyproject.toml.
+"""Builds levit_kernels/_C.abi3.so, the native ops on torch's stable ABI, and where nvcc is _cuda.so, the CUDA kernels;
+everything else stands in pyproject.toml.
 
 A missing compiler does not stop the installation: the package then runs in plain Python, and the reason goes to
-levit_kernels/_build_info.json, from where levit_kernels.native tells it. LEVIT_REQUIRE_NATIVE=1 makes it an error.
+levit_kernels/_build_info.json, from where levit_kernels.native tells it. LEVIT_REQUIRE_NATIVE=1 and LEVIT_CUDA=1 make
+it an error, LEVIT_CUDA=0 leaves the CUDA kernels out.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent / "build_backend"))
 
-from environment import CXX_STANDARD, TORCH_MINIMUM, Torch, find_compiler, find_nvcc, find_torch  # noqa: E402
+from cuda_library import build_cuda, wanted_cuda  # noqa: E402
+from environment import CXX_STANDARD, TORCH_MINIMUM, Torch, find_compiler, find_torch  # noqa: E402
 
 COMPILE_FLAGS = [
     CXX_STANDARD,
@@ -63,14 +66,21 @@ class BuildNative(build_ext):
             info["reason"] = describe(error)
             library.unlink(missing_ok=True)  # an older build must not outlive a failed one
 
-        nvcc, found = find_nvcc(torch.cuda if torch else None)
+        cuda_library = library.with_name("_cuda.so")
         info["torch"] = torch.version if torch else ""
-        info["cuda"] = False
-        info["cuda_reason"] = f"there are no CUDA kernels yet; {found}" if nvcc else found
+        info["cuda"], info["cuda_reason"] = False, ""
+        try:
+            info["cuda_reason"] = build_cuda(sorted(glob.glob("csrc/cuda/*.cu")), torch, cuda_library, run)
+            info["cuda"] = True
+        except (LookupError, subprocess.CalledProcessError) as error:
+            info["cuda_reason"] = describe(error)
+            cuda_library.unlink(missing_ok=True)
         now = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
         info["date"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
         library.with_name("_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
 
+        if not info["cuda"] and wanted_cuda() == "1":
+            raise SystemExit(f"levit-kernels: LEVIT_CUDA=1, but {info['cuda_reason']}")
         if not info["built"]:
             if os.environ.get("LEVIT_REQUIRE_NATIVE") == "1":
                 raise SystemExit(f"levit-kernels: LEVIT_REQUIRE_NATIVE=1, but {info['reason']}")
@@ -106,7 +116,7 @@ def describe(error: Exception) -> str:
         return str(error)
     lines = (error.stdout or "").splitlines()
     first = next((line for line in lines if "error" in line), lines[0] if lines else f"exit status {error.returncode}")
-    return f"the C++ compiler failed: {first.strip()}"
+    return f"the compiler failed: {first.strip()}"
 
 
 setup(
@@ -114,7 +124,7 @@ setup(
         Extension(
             "levit_kernels._C",
             sources=["csrc/module.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))],
-            depends=sorted(glob.glob("csrc/**/*.h", recursive=True)),
+            depends=sorted([*glob.glob("csrc/**/*.h", recursive=True), *glob.glob("csrc/cuda/*")]),
             py_limited_api=True,
             optional=True,  # setuptools then does not look for a library that could not be built
         )

@@ -20,10 +20,9 @@ import torch
 
 import levit
 from bench import gpu_cases, model_cases, report
-from bench.gpu_cases import BACKENDS, GpuCase
+from bench.gpu_cases import BACKENDS, UNPROVEN, GpuCase
 from levit.runs import write_atomically
 from levit_kernels import info
-from levit_kernels.backends import registry
 
 RESULTS = report.ROOT / "bench" / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -131,6 +130,13 @@ def steps() -> list[Step]:
     for dtype in reversed(DTYPES):
         for case in gpu_cases.cases():
             plan.append(Step(f"time {case.op} {case.size} {dtype}: plain and as a CUDA graph", 15, _time(case, dtype)))
+    for name in UNPROVEN:
+        for dtype in DTYPES:
+            for case in gpu_cases.cases(**SMALL)[:-1]:
+                plan.append(Step(f"check {case.op} {dtype}: {name} with gradients", 3, _check(case, dtype, [name])))
+        for dtype in reversed(DTYPES):
+            for case in gpu_cases.cases():
+                plan.append(Step(f"time {case.op} {case.size} {dtype}: {name}", 3, _time(case, dtype, [name])))
     return plan
 
 
@@ -139,11 +145,11 @@ def _environment(found: Report, deadline: float) -> None:
         found.notes += [f"{title}: {line}" for line in lines]
 
 
-def _check(case: GpuCase, dtype: str) -> Callable[[Report, float], None]:
+def _check(case: GpuCase, dtype: str, names: Sequence[str] = BACKENDS) -> Callable[[Report, float], None]:
     def run(found: Report, deadline: float) -> None:
         args = case.make("cuda", DTYPES[dtype])
-        for name in BACKENDS:
-            if reason := registry.backends()[name].reason_against(case.op, args):
+        for name in names:
+            if reason := gpu_cases.refusal(name, case.op, args):
                 found.add("check", op=case.op, dtype=dtype, backend=name, status=f"refused: {reason}")
                 continue
             began = time.monotonic()
@@ -180,12 +186,14 @@ def _ceilings(found: Report, deadline: float) -> None:
         found.add("ceiling", what=f"matmul {name}", tflops=round(2 * 8192**3 / seconds / 1e12, 1))
 
 
-def _time(case: GpuCase, dtype: str) -> Callable[[Report, float], None]:
+def _time(case: GpuCase, dtype: str, names: Sequence[str] = ()) -> Callable[[Report, float], None]:
+    """Of the backends named, or of all variants of the case."""
+
     def run(found: Report, deadline: float) -> None:
         args = case.make("cuda", DTYPES[dtype])
         medians: dict[str, float] = {}
-        for name, call in case.variants(args):
-            checked = name not in BACKENDS or (case.op, dtype, name) in found.right
+        for name, call in case.on_backends(names, args) if names else case.variants(args):
+            checked = name not in (*BACKENDS, *UNPROVEN) or (case.op, dtype, name) in found.right
             if not checked or time.monotonic() > deadline:
                 why = "time is out" if checked else "not timed: its check did not pass"
                 found.add("time", op=case.op, size=case.size, dtype=dtype, variant=name, status=why)

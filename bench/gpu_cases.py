@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +26,7 @@ from levit_kernels.task_attention import task_attention_reference
 CFG = LEViTConfig.preset("split-mnist")
 PIXELS = CFG.channels * CFG.image_size**2
 BACKENDS = ("triton", "torch", "reference")
+UNPROVEN = ("cuda",)  # no GPU has run these kernels yet: they come last, where a fault can spoil nothing else
 REFERENCES = {
     "expert_attention": expert_attention_reference,
     "dkf_fuse": dkf_fuse_reference,
@@ -50,11 +51,15 @@ class GpuCase:
     def function(self) -> Callable[..., Tensor]:
         return getattr(levit_kernels, self.op)
 
+    def on_backends(self, names: Sequence[str], args: tuple) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """(name, call) of those that take the call."""
+        for name in names:
+            if refusal(name, self.op, args) is None:
+                yield name, partial(on_backend, name, self.function, args)
+
     def variants(self, args: tuple) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """(name, call): every backend that takes the call, torch.compile of the reference, SDPA where it applies."""
-        for name in BACKENDS:
-            if registry.backends()[name].can_run(self.op, args):
-                yield name, partial(on_backend, name, self.function, args)
+        yield from self.on_backends(BACKENDS, args)
         if self.op != "task_attention":  # whose passes, one per token, take the compiler minutes
             compiled = torch.compile(REFERENCES[self.op], fullgraph=True)
             yield "compiled reference", lambda: compiled(*args)
@@ -62,6 +67,12 @@ class GpuCase:
             yield "sdpa", lambda: attention_by_sdpa(*args)
             compiled_sdpa = torch.compile(attention_by_sdpa, fullgraph=True)
             yield "compiled sdpa", lambda: compiled_sdpa(*args)
+
+
+def refusal(name: str, op: str, args: tuple) -> str | None:
+    """Why a backend does not take a call even where it is forced, or None."""
+    with levit_kernels.use_backend(name):
+        return registry.backends()[name].reason_against(op, args)
 
 
 def on_backend(name: str, function: Callable[..., Tensor], args: tuple) -> Tensor:

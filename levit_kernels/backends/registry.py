@@ -64,11 +64,11 @@ def backends() -> dict[str, Backend]:
     """All backends in the order of the automatic choice."""
     if not _backends:
         from . import cpu, reference
+        from . import cuda as cuda_backend
         from . import torch as torch_backend
         from . import triton as triton_backend
 
-        _backends["cuda"] = Backend("cuda", {}, lambda *_: None, lambda: "this version has no cuda kernels")
-        for module in (triton_backend, cpu, torch_backend, reference):
+        for module in (cuda_backend, triton_backend, cpu, torch_backend, reference):
             _backends[module.BACKEND.name] = module.BACKEND
     return _backends
 

@@ -1,0 +1,79 @@
+"""The CUDA C++ kernels (csrc/cuda, levit_kernels/cuda) as a backend: NVIDIA GPUs from sm_80 on.
+
+They have been run and race-checked in an emulator and compiled for sm_80 and sm_90, but have never been timed on a GPU:
+until they have been, they run only where they are forced (`use_backend("cuda")`, LEVIT_KERNELS_BACKEND=cuda).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..cuda.runtime import OLDEST, TYPES, current, substituted
+from .registry import Backend, device_of, forced
+
+_MODULES = {
+    "expert_attention": "expert_attention",
+    "dkf_fuse": "dkf_fuse",
+    "latent_distance": "latent_distance",
+    "elbo_loss": "vae",
+    "expansion_distances": "vae",
+    "vae_codes": "vae_codes",
+}
+
+
+def _module(op: str) -> Any:
+    return importlib.import_module(f"levit_kernels.cuda.{_MODULES[op.removesuffix('_backward')]}")
+
+
+def _kernel(op: str) -> Callable[..., Any]:
+    return lambda *args: getattr(_module(op), op)(*args)
+
+
+OPS = {name: _kernel(name) for op in _MODULES for name in (op, f"{op}_backward") if name != "vae_codes_backward"}
+
+
+def unavailable() -> str | None:
+    """Why no CUDA kernel can run in this process, or None."""
+    return None if substituted() else _unavailable()
+
+
+@functools.cache
+def _unavailable() -> str | None:
+    try:
+        current()
+    except RuntimeError as error:
+        return str(error)
+    return None if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def serves(device: str) -> bool:
+    """Whether tensors of this device type are for these kernels."""
+    return forced() == "cuda" and unavailable() is None and current().serves(torch.device(device))
+
+
+def refuse(op: str, args: tuple) -> str | None:
+    """Why the CUDA kernels do not take a call."""
+    device = device_of(args)
+    if not current().serves(device):
+        return f"the tensors are on {device}"
+    if forced() != "cuda":
+        return "runs where it is forced, until it has been timed on a GPU"
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < OLDEST:
+        return f"needs sm_80 or newer, {torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}"
+    for x in tree_leaves(args):
+        if not isinstance(x, torch.Tensor):
+            continue
+        if x.is_floating_point() and x.dtype not in TYPES:
+            return f"takes float32, bfloat16 and float16, got {x.dtype}"
+        if x.numel() >= 2**31 * max(1, len(x)):
+            return f"takes fewer than 2**31 numbers per image and expert, got shape {list(x.shape)}"
+    return _module(op).refuse(op, args)
+
+
+BACKEND = Backend("cuda", OPS, refuse, unavailable, serves)
