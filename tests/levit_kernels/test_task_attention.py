@@ -4,7 +4,6 @@ import pytest
 import torch
 from op_cases import LAYOUTS, OPS, backend, evaluate, lay_out
 
-from levit_kernels.backends import cpu
 from levit_kernels.composed.task_forms import folds
 from levit_kernels.task_attention import task_attention
 
@@ -51,24 +50,32 @@ def test_a_token_does_not_change_the_others(tokens):
     assert not torch.allclose(after[:, 1], before[:, 1])
 
 
-def attend(query, own_scores, own_values, keys, values):
+def attend(query, own_scores, own_values, patches, wk, wv, wo, bo):
     """In float64 what the native kernel computes, one softmax over the token itself and the patches."""
-    query, own_scores, own_values, keys, values = (x.double() for x in (query, own_scores, own_values, keys, values))
+    query, own_scores, own_values, patches, wk, wv, wo, bo = (
+        x.double() for x in (query, own_scores, own_values, patches, wk, wv, wo, bo)
+    )
+    keys, values = ((patches @ w.t()).unflatten(2, query.shape[::2]) for w in (wk, wv))
     scores = torch.einsum("htc,bnhc->bhtn", query, keys)
     own = own_scores[None, :, :, None].expand(len(keys), -1, -1, 1)
     share = torch.cat([own, scores], -1).softmax(-1)
     mixed = share[..., :1] * own_values + torch.einsum("bhtn,bnhc->bhtc", share[..., 1:], values)
-    return mixed.transpose(1, 2)
+    return mixed.transpose(1, 2).flatten(2) @ wo.t() + bo
 
 
 def core_arguments(dtype, B, T, N, H, d):
     generator = torch.Generator().manual_seed(3)
-    shapes = (H, T, d), (H, T), (H, T, d), (B, N, H, d), (B, N, H, d)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+    def new(*shape, scale=1.0):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype)
+
+    weights = [new(H * d, H * d, scale=(H * d) ** -0.5) for _ in range(3)]
+    return [new(H, T, d), new(H, T), new(H, T, d), new(B, N, H * d), *weights, new(H * d)]
 
 
 CORE_SIZES = {
     "cifar": dict(B=2, T=50, N=64, H=3, d=32),
+    "several-groups-of-images": dict(B=5, T=50, N=64, H=12, d=32),
     "one-token": dict(B=3, T=1, N=6, H=2, d=8),
     "one-patch": dict(B=2, T=17, N=1, H=2, d=16),
     "odd": dict(B=3, T=19, N=7, H=3, d=5),
@@ -85,39 +92,55 @@ CORE_SIZES = {
 @pytest.mark.parametrize("size", CORE_SIZES)
 def test_the_native_core(size, dtype, bound, layout):
     sizes = CORE_SIZES[size]
-    *own, keys, values = core_arguments(dtype, **sizes)
-    keys, values = lay_out(keys, layout), lay_out(values, layout)
-    room = torch.full((sizes["B"] + 2, sizes["T"], sizes["H"], sizes["d"]), 7.0, dtype=dtype)
+    *own, patches, wk, wv, wo, bo = core_arguments(dtype, **sizes)
+    patches, wk, wv, wo, bo = (lay_out(x, layout) for x in (patches, wk, wv, wo, bo))
+    room = torch.full((sizes["B"] + 2, sizes["T"], len(bo)), 7.0, dtype=dtype)
     with backend("cpu"):
-        torch.ops.levit_native.task_attention(*own, keys, values, room[1:-1])
-    want = attend(*own, keys, values)
+        torch.ops.levit_native.task_attention(*own, patches, wk, wv, wo, bo, room[1:-1])
+    want = attend(*own, patches, wk, wv, wo, bo)
     assert (room[1:-1] - want).norm() <= bound * want.norm()
     assert (room[[0, -1]] == 7).all(), "the kernel wrote beside its result"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_native_core_subtracts_the_maximum(dtype):
-    query, own_scores, own_values, keys, values = core_arguments(dtype, **CORE_SIZES["odd"])
-    args = 1000 * query, 1000 * own_scores, own_values, keys, values
-    out = torch.empty(len(keys), *query.transpose(0, 1).shape, dtype=dtype)
+def core(*args):
+    query, patches = args[0], args[3]
+    out = torch.empty(len(patches), query.shape[1], patches.shape[2], dtype=query.dtype)
     with backend("cpu"):
         torch.ops.levit_native.task_attention(*args, out)
-    torch.testing.assert_close(out, attend(*args).to(dtype), rtol=0, atol=5e-3 if dtype == torch.float32 else 1e-10)
+    return out
 
 
-@pytest.mark.parametrize("which, name", list(enumerate(["query", "own_scores", "own_values", "keys", "values", "out"])))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_native_core_subtracts_the_maximum(dtype):
+    args = core_arguments(dtype, **CORE_SIZES["odd"])
+    args[:2] = 1000 * args[0], 1000 * args[1]
+    atol = 5e-3 if dtype == torch.float32 else 1e-10
+    torch.testing.assert_close(core(*args), attend(*args).to(dtype), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("size", ["odd", "several-groups-of-images"])
+def test_neither_threads_nor_other_images_change_a_bit(size):
+    args, results = core_arguments(torch.float32, **CORE_SIZES[size]), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(core(*args))
+    finally:
+        torch.set_num_threads(before)
+    want = results[0]
+    assert all(torch.equal(result, want) for result in results)
+    alone = [core(*args[:3], image[None], *args[4:]) for image in args[3]]
+    assert torch.equal(torch.cat(alone), want)
+
+
+NAMES = ["query", "own_scores", "own_values", "patches", "wk", "wv", "wo", "bo", "out"]
+
+
+@pytest.mark.parametrize("which, name", list(enumerate(NAMES)))
 def test_the_native_core_names_what_does_not_fit(which, name):
     args = core_arguments(torch.float32, **CORE_SIZES["odd"])
-    args.append(torch.empty(3, 19, 3, 5))
+    args.append(torch.empty(3, 19, 15))
     args[which] = args[which].double() if name != "query" else args[which].half()
     with backend("cpu"), pytest.raises(RuntimeError, match=f"task_attention: {name} must"):
         torch.ops.levit_native.task_attention(*args)
-
-
-@pytest.mark.parametrize("images", [1, 2, 5])
-def test_the_native_backend_in_tiles(images, monkeypatch):
-    args = OPS["task_attention"].make(torch.Generator().manual_seed(4), **{**SIZES["odd-many"], "B": 5})
-    monkeypatch.setattr(cpu, "PROJECTED_BYTES", images * 2 * args[1][0].numel() * 8)
-    with backend("cpu"):
-        got = task_attention(*args)
-    torch.testing.assert_close(got, OPS["task_attention"].reference(*args), rtol=1e-10, atol=1e-12)
