@@ -22,6 +22,16 @@ struct Matrix {
   int64_t by_row, by_column;
 };
 
+// The first `count` numbers of a vector, at most all.
+template <class T, class V>
+LEVIT_INLINE void store_part(T* to, const V& lanes, int64_t count) {
+  if (count >= static_cast<int64_t>(sizeof(V) / sizeof(T))) {
+    store(to, lanes);
+  } else {
+    std::memcpy(to, &lanes, count * sizeof(T));
+  }
+}
+
 // Several rows at a time: kChannels, and for the rest fewer.
 template <class T, int kWidth, int kChannels>
 struct Rows : private Products<T, kWidth> {
@@ -64,15 +74,6 @@ struct Panels {
       } else {
         panel<1>(x, rows, panels, outputs - o, inputs, bias + o, y + o, by_row);
       }
-    }
-  }
-
-  // The first `count` numbers of a vector.
-  static LEVIT_INLINE void store_part(T* to, const V& lanes, int64_t count) {
-    if (count >= kWidth) {
-      store(to, lanes);
-    } else {
-      std::memcpy(to, &lanes, count * sizeof(T));
     }
   }
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
@@ -20,12 +19,16 @@ namespace {
 using namespace tasks;
 using torch::headeronly::ScalarType;
 
-#define LEVIT_WIDTH(width, target, T, bytes, channels)                              \
-  target void pack_##width(const Matrix<T>& weight, int64_t size, T* panels) {      \
-    Panels<T, bytes / sizeof(T), channels>::pack(weight, size, size, panels);       \
-  }                                                                                 \
-  target void run_##width(const Call<T>& call, int64_t first, int64_t images) {     \
-    Kernel<T, bytes / sizeof(T), channels>::run(call, first, images);               \
+#define LEVIT_WIDTH(width, target, T, bytes, channels)                                                            \
+  target void pack_##width(const Matrix<T>& weight, int64_t size, T* panels) {                                    \
+    Panels<T, bytes / sizeof(T), channels>::pack(weight, size, size, panels);                                     \
+  }                                                                                                               \
+  target void dense_##width(const Matrix<T>& x, int64_t rows, const T* panels, int64_t size, const T* bias, T* y, \
+                            int64_t by_row) {                                                                     \
+    Panels<T, bytes / sizeof(T), channels>::multiply(x, rows, panels, size, size, bias, y, by_row);               \
+  }                                                                                                               \
+  target void run_##width(const Call<T>& call, int64_t first, int64_t images) {                                   \
+    Kernel<T, bytes / sizeof(T), channels>::run(call, first, images);                                             \
   }
 LEVIT_WIDTH(plain, , float, 16, 6)
 LEVIT_WIDTH(plain, , double, 16, 6)
@@ -40,12 +43,13 @@ LEVIT_WIDTH(avx512, __attribute__((target("avx512f"))), double, 64, 12)
 template <class T>
 struct Chosen {
   void (*pack)(const Matrix<T>&, int64_t, T*) = pack_plain;
+  Dense<T> dense = dense_plain;
   void (*run)(const Call<T>&, int64_t, int64_t) = run_plain;
   const int64_t lanes = vector_bytes() / sizeof(T);
   Chosen() {
 #if defined(__x86_64__)
-    if (lanes * sizeof(T) == 64) pack = pack_avx512, run = run_avx512;
-    if (lanes * sizeof(T) == 32) pack = pack_avx2, run = run_avx2;
+    if (lanes * sizeof(T) == 64) pack = pack_avx512, dense = dense_avx512, run = run_avx512;
+    if (lanes * sizeof(T) == 32) pack = pack_avx2, dense = dense_avx2, run = run_avx2;
 #endif
   }
 };
@@ -60,39 +64,62 @@ T* data(const Tensor& tensor) {
 }
 
 template <class T>
-void compute(const Tensor& query, const Tensor& own_scores, const Tensor& own_values, const Tensor& patches,
-             const Tensor& wk, const Tensor& wv, const Tensor& wo, const Tensor& bo, const Tensor& out) {
+Matrix<T> matrix(const Tensor& of) {
+  return {data<T>(of), of.stride(0), of.stride(1)};
+}
+
+template <class T>
+void compute(const Tensor& tokens, const Tensor& patches, const Tensor& wq, const Tensor& wk, const Tensor& wv,
+             const Tensor& wo, const Tensor& bo, int64_t heads, double scale, const Tensor& out) {
   static const Chosen<T> kernel;
-  constexpr T kLog2E = static_cast<T>(1.44269504088896340736);
-  const int64_t heads = query.size(0), tokens = query.size(1), depth = query.size(2), width = heads * depth;
+  const T to_powers_of_2 = static_cast<T>(scale * 1.44269504088896340736);
+  const int64_t count = tokens.size(0), width = tokens.size(1), depth = width / heads;
   const int64_t batch = patches.size(0), length = patches.size(1);
-  const int64_t lanes = round_up(tokens, kernel.lanes), channels = round_up(depth, kernel.lanes);
-  const int64_t outputs = round_up(width, kernel.lanes);
-  const auto [turned, scores, padded, keys, values, output, no_bias, bias] =
-      scratch<T, &compute<T>>({heads * depth * lanes, heads * lanes, heads * tokens * channels, outputs * width,
-                               outputs * width, outputs * width, outputs, outputs});
-  std::fill(turned, turned + heads * depth * lanes, T(0));
-  std::fill(scores, scores + heads * lanes, T(0));
-  std::fill(padded, padded + heads * tokens * channels, T(0));
-  for (int64_t row = 0; row < heads * tokens; ++row) {
-    const int64_t h = row / tokens, t = row % tokens;
-    scores[h * lanes + t] = data<T>(own_scores)[row] * kLog2E;
-    for (int64_t c = 0; c < depth; ++c) {
-      turned[(h * depth + c) * lanes + t] = data<T>(query)[row * depth + c] * kLog2E;
-      padded[row * channels + c] = data<T>(own_values)[row * depth + c];
-    }
-  }
-  for (const auto& [weight, panels] : {std::pair{&wk, keys}, std::pair{&wv, values}, std::pair{&wo, output}}) {
-    kernel.pack({data<T>(*weight), weight->stride(0), weight->stride(1)}, width, panels);
-  }
+  const int64_t lanes = round_up(count, kernel.lanes), channels = round_up(depth, kernel.lanes);
+  const int64_t outputs = round_up(width, kernel.lanes), size = outputs * width;
+  const auto [queries, scores, values, own, panels, no_bias, bias] =
+      scratch<T, &compute<T>>({heads * depth * lanes, heads * lanes, heads * count * channels, 3 * count * width,
+                               4 * size, outputs, outputs});
   std::fill(no_bias, no_bias + outputs, T(0));
   std::fill(bias, bias + outputs, T(0));
   for (int64_t c = 0; c < width; ++c) bias[c] = data<T>(bo)[c * bo.stride(0)];
-  const int64_t bytes = (3 * length + tokens) * width * sizeof(T), threads = torch::stable::get_num_threads();
+  T* next = panels;
+  for (const Tensor* weight : {&wq, &wk, &wv, &wo}) {
+    kernel.pack(matrix<T>(*weight), width, next);
+    next += size;
+  }
+  for (int64_t i = 0; i < 3; ++i) {
+    kernel.dense(matrix<T>(tokens), count, panels + i * size, width, no_bias, own + i * count * width, width);
+  }
+  std::fill(queries, queries + heads * depth * lanes, T(0));
+  std::fill(scores, scores + heads * lanes, T(0));
+  std::fill(values, values + heads * count * channels, T(0));
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t t = 0; t < count; ++t) {
+      const T *query = own + t * width + h * depth, *key = query + count * width, *value = key + count * width;
+      T score = 0;
+      for (int64_t c = 0; c < depth; ++c) {
+        const T scaled = query[c] * to_powers_of_2;
+        score += scaled * key[c];
+        queries[(h * depth + c) * lanes + t] = scaled;
+      }
+      scores[h * lanes + t] = score;
+      std::copy(value, value + depth, values + (h * count + t) * channels);
+    }
+  }
+  const int64_t bytes = (3 * length + count) * width * sizeof(T), threads = torch::stable::get_num_threads();
   const int64_t together = std::clamp<int64_t>(kTogether / bytes, 1, (batch + threads - 1) / threads);
-  const Call<T> call{heads, tokens, depth, length, data<T>(patches), patches.stride(0), patches.stride(1),
-                     patches.stride(2), data<T>(out), together, lanes, channels, turned, scores, padded, keys, values,
-                     output, no_bias, bias};
+  const Call<T> call{kernel.dense,      heads,
+                     count,             depth,
+                     length,            data<T>(patches),
+                     patches.stride(0), patches.stride(1),
+                     patches.stride(2), data<T>(out),
+                     together,          lanes,
+                     channels,          queries,
+                     scores,            values,
+                     panels + size,     panels + 2 * size,
+                     panels + 3 * size, no_bias,
+                     bias};
   const int64_t groups = (batch + together - 1) / together;
   torch::stable::parallel_for(0, groups, 1, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
@@ -103,38 +130,38 @@ void compute(const Tensor& query, const Tensor& own_scores, const Tensor& own_va
 
 }  // namespace
 
-void task_attention(const Tensor& query, const Tensor& own_scores, const Tensor& own_values, const Tensor& patches,
-                    const Tensor& wk, const Tensor& wv, const Tensor& wo, const Tensor& bo, const Tensor& out) {
-  const ScalarType dtype = query.scalar_type();
+void task_attention(const Tensor& tokens, const Tensor& patches, const Tensor& wq, const Tensor& wk, const Tensor& wv,
+                    const Tensor& wo, const Tensor& bo, int64_t heads, double scale, const Tensor& out) {
+  const ScalarType dtype = tokens.scalar_type();
   if (dtype != ScalarType::Float && dtype != ScalarType::Double) {
-    fail("task_attention: query must be float32 or float64, got ", torch::headeronly::toString(dtype));
+    fail("task_attention: tokens must be float32 or float64, got ", torch::headeronly::toString(dtype));
   }
-  if (query.dim() != 3) fail("task_attention: query must be [H, T, d], got ", shape(query));
-  if (patches.dim() != 3) fail("task_attention: patches must be [B, N, H * d], got ", shape(patches));
-  const int64_t heads = query.size(0), tokens = query.size(1), depth = query.size(2), width = heads * depth;
-  const auto check = [&](const char* name, const Tensor& tensor, const std::vector<int64_t>& sizes, bool dense) {
+  if (tokens.dim() != 2) fail("task_attention: tokens must be [T, D], got ", shape(tokens));
+  if (patches.dim() != 3) fail("task_attention: patches must be [B, N, D], got ", shape(patches));
+  const int64_t width = tokens.size(1);
+  if (heads < 1 || width % heads) fail("task_attention: heads must divide D=", width, ", got ", heads);
+  const auto check = [&](const char* name, const Tensor& tensor, const std::vector<int64_t>& sizes) {
     bool right = tensor.scalar_type() == dtype && tensor.dim() == static_cast<int64_t>(sizes.size());
     for (size_t i = 0; right && i < sizes.size(); ++i) right = tensor.size(i) == sizes[i];
-    if (!right || (dense && !tensor.is_contiguous())) {
-      fail("task_attention: ", name, " must ", dense ? "be dense and " : "", "fit query ", shape(query),
-           " and patches ", shape(patches), " in ", torch::headeronly::toString(dtype), ", got ", shape(tensor), " in ",
+    if (!right) {
+      fail("task_attention: ", name, " must fit tokens ", shape(tokens), " and patches ", shape(patches), " in ",
+           torch::headeronly::toString(dtype), ", got ", shape(tensor), " in ",
            torch::headeronly::toString(tensor.scalar_type()));
     }
   };
-  check("query", query, {heads, tokens, depth}, true);
-  check("own_scores", own_scores, {heads, tokens}, true);
-  check("own_values", own_values, {heads, tokens, depth}, true);
-  check("patches", patches, {patches.size(0), patches.size(1), width}, false);
-  check("wk", wk, {width, width}, false);
-  check("wv", wv, {width, width}, false);
-  check("wo", wo, {width, width}, false);
-  check("bo", bo, {width}, false);
-  check("out", out, {patches.size(0), tokens, width}, true);
+  check("patches", patches, {patches.size(0), patches.size(1), width});
+  check("wq", wq, {width, width});
+  check("wk", wk, {width, width});
+  check("wv", wv, {width, width});
+  check("wo", wo, {width, width});
+  check("bo", bo, {width});
+  check("out", out, {patches.size(0), tokens.size(0), width});
+  if (!out.is_contiguous()) fail("task_attention: out must be dense");
   if (out.numel() == 0) return;
   if (dtype == ScalarType::Float) {
-    compute<float>(query, own_scores, own_values, patches, wk, wv, wo, bo, out);
+    compute<float>(tokens, patches, wq, wk, wv, wo, bo, heads, scale, out);
   } else {
-    compute<double>(query, own_scores, own_values, patches, wk, wv, wo, bo, out);
+    compute<double>(tokens, patches, wq, wk, wv, wo, bo, heads, scale, out);
   }
 }
 

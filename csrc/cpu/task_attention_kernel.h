@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 
 #include "lanes.h"
 #include "multiversion.h"
@@ -17,8 +16,14 @@
 
 namespace levit::tasks {
 
+// y [rows, size] = bias + x [rows, size] panels, for this width of vectors; rows of y are by_row apart
+template <class T>
+using Dense = void (*)(const Matrix<T>& x, int64_t rows, const T* panels, int64_t size, const T* bias, T* y,
+                       int64_t by_row);
+
 template <class T>
 struct Call {
+  Dense<T> dense;  // not inlined three times
   int64_t heads, tokens, depth, patches;
   const T* images;  // [B, N, D] at any strides
   int64_t by_image, by_patch, by_channel;
@@ -26,10 +31,10 @@ struct Call {
   int64_t together;  // images at a time, at most
   // Of the tokens, the same for every image; scores are for powers of 2, and what pads is 0.
   int64_t lanes, channels;  // tokens and depth in whole vectors
-  T *queries, *own_scores;  // [H, d, lanes], [H, lanes]
-  T* own_values;            // [H, T, channels]
-  T *wk, *wv, *wo;          // panels
-  T *no_bias, *bo;          // [D] in whole vectors
+  const T *queries, *own_scores;  // [H, d, lanes], [H, lanes]
+  const T* own_values;            // [H, T, channels]
+  const T *wk, *wv, *wo;          // panels
+  const T *no_bias, *bo;          // [D] in whole vectors
 
   int64_t width() const { return heads * depth; }
 };
@@ -37,7 +42,6 @@ struct Call {
 template <class T, int kWidth, int kChannels>
 struct Kernel {
   using V = Lanes<T, kWidth>;
-  using Dense = Panels<T, kWidth, kChannels>;
   using Blocks = Rows<T, kWidth, kChannels>;
 
   // Scores of some tokens, and what softmax makes of them: powers [N, kVectors], the tokens' own powers, and the
@@ -107,8 +111,8 @@ struct Kernel {
           for (int n = 0; n < C; ++n) {
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) {
-              Dense::store_part(out + (t + n) * by_token + v * kWidth, sums[n][v] * reciprocals[t + n],
-                                depth - v * kWidth);
+              T* to = out + (t + n) * by_token + v * kWidth;
+              store_part(to, sums[n][v] * reciprocals[t + n], depth - v * kWidth);
             }
           }
         });
@@ -167,9 +171,8 @@ struct Kernel {
     const auto [copy, keys, values, heads, powers] = scratch<T, &Kernel::run>(
         {patches * width, patches * stride, patches * stride, tokens * stride, call.patches * 2 * kWidth});
     const Matrix<T> rows = rows_of(call, first, images, copy);
-    for (const auto& [weights, to] : {std::pair{call.wk, keys}, std::pair{call.wv, values}}) {  // inlined once
-      Dense::multiply(rows, images * call.patches, weights, width, width, call.no_bias, to, stride);
-    }
+    call.dense(rows, images * call.patches, call.wk, width, call.no_bias, keys, stride);
+    call.dense(rows, images * call.patches, call.wv, width, call.no_bias, values, stride);
     for (int64_t pair = 0; pair < images * call.heads; ++pair) {
       const int64_t image = pair / call.heads, head = pair % call.heads;
       const int64_t from = image * call.patches * stride + head * call.depth;
@@ -180,8 +183,8 @@ struct Kernel {
       }
       if (t < call.lanes) attend<1>(call, head, t, keys + from, values + from, stride, powers, to);
     }
-    Dense::multiply({heads, stride, 1}, images * call.tokens, call.wo, width, width, call.bo,
-                    call.out + first * call.tokens * width, width);
+    call.dense({heads, stride, 1}, images * call.tokens, call.wo, width, call.bo,
+               call.out + first * call.tokens * width, width);
   }
 };
 

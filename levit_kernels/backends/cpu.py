@@ -188,15 +188,14 @@ def task_attention(
 ) -> torch.Tensor:
     """See levit_kernels.task_attention.
 
-    The kernel projects to keys and values. Where folding saves operations, nearly all that is left are matrix products,
-    which torch computes at the CPU's peak.
+    Where folding saves operations, nearly all that is left are matrix products, which torch computes at the CPU's peak.
     """
-    (batch, length, width), count = patches.shape, len(tokens)
-    if folds(num_heads, count, width // num_heads, length):
+    depth = patches.shape[2] // num_heads
+    if folds(num_heads, len(tokens), depth, patches.shape[1]):
         return composed_tasks.task_attention(tokens, patches, wq, wk, wv, wo, bo, num_heads, scale)
-    own = composed_tasks.own_part(tokens, wq, wk, wv, num_heads, scale)
-    out = patches.new_empty(batch, count, width)
-    torch.ops.levit_native.task_attention(own.query, own.scores, own.value, patches, wk, wv, wo, bo, out)
+    scale = depth**-0.5 if scale is None else scale
+    out = patches.new_empty(len(patches), *tokens.shape)
+    torch.ops.levit_native.task_attention(tokens, patches, wq, wk, wv, wo, bo, num_heads, scale, out)
     return out
 
 
