@@ -109,17 +109,9 @@ void compute(const Tensor& tokens, const Tensor& patches, const Tensor& wq, cons
   }
   const int64_t bytes = (3 * length + count) * width * sizeof(T), threads = torch::stable::get_num_threads();
   const int64_t together = std::clamp<int64_t>(kTogether / bytes, 1, (batch + threads - 1) / threads);
-  const Call<T> call{kernel.dense,      heads,
-                     count,             depth,
-                     length,            data<T>(patches),
-                     patches.stride(0), patches.stride(1),
-                     patches.stride(2), data<T>(out),
-                     together,          lanes,
-                     channels,          queries,
-                     scores,            values,
-                     panels + size,     panels + 2 * size,
-                     panels + 3 * size, no_bias,
-                     bias};
+  const Call<T> call{kernel.dense, heads, count, depth, length, data<T>(patches), patches.stride(0), patches.stride(1),
+                     patches.stride(2), data<T>(out), together, lanes, channels, queries, scores, values,
+                     panels + size, panels + 2 * size, panels + 3 * size, no_bias, bias};
   const int64_t groups = (batch + together - 1) / together;
   torch::stable::parallel_for(0, groups, 1, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {

@@ -147,9 +147,13 @@ def _mix(form: Folded | Projected, own: Own, tile: torch.Tensor, attention: torc
 
 
 def _cached(patches: torch.Tensor, form: Folded | Projected) -> Iterator[slice]:
-    """Equal tiles of the batch whose keys, values, scores and sums stay in a core's cache."""
-    image_bytes = form.values_per_image(patches.shape[1]) * patches.element_size()
-    most = max(1, TILE_BYTES[patches.device.type] // image_bytes)
+    """Tiles whose keys, values, scores and sums stay in a core's cache."""
+    return tiles(patches, form.values_per_image(patches.shape[1]), TILE_BYTES[patches.device.type])
+
+
+def tiles(patches: torch.Tensor, values_per_image: int, most_bytes: int) -> Iterator[slice]:
+    """Equal parts of the batch, in each of which that many numbers per image take no more than `most_bytes`."""
+    most = max(1, most_bytes // (values_per_image * patches.element_size()))
     step = -(-len(patches) // -(-len(patches) // most))
     for start in range(0, len(patches), step):
         yield slice(start, min(start + step, len(patches)))
