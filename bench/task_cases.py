@@ -36,7 +36,10 @@ def task_attention(tokens: int, backward: bool = False) -> Case:
     return Case(
         name="task_attention",
         size=f"T={tokens} B={BATCH}" + (" fwd+bwd" if backward else ""),
-        variants={"separate": partial(call, task_attention_reference), "op": partial(call, _op)},
+        variants={
+            "separate": partial(call, task_attention_reference),
+            "op": partial(call, levit_kernels.task_attention),
+        },
         baseline="separate",
         flops=needed.flops,
         bytes=needed.bytes,
@@ -51,7 +54,7 @@ def over_projection(tokens: int) -> Case:
     return Case(
         name="task_attention",
         size=f"T={tokens} over a projection",
-        variants={"projection": partial(_project, args), "op": partial(_op, *args, HEADS)},
+        variants={"projection": partial(_project, args), "op": partial(levit_kernels.task_attention, *args, HEADS)},
         baseline="projection",
         check=partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3),
         expected=lambda name: want[name](),
@@ -64,7 +67,7 @@ def prepare(kind: str, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any
     few = [*args[:1], args[1][:1], *args[2:]]
     if kind == "projection":
         return partial(_project, few), partial(_project, args)
-    return partial(_op, *few, HEADS), partial(_op, *args, HEADS)
+    return partial(levit_kernels.task_attention, *few, HEADS), partial(levit_kernels.task_attention, *args, HEADS)
 
 
 def dytox(tokens: int) -> Case:
@@ -140,11 +143,6 @@ def _arguments(tokens: int) -> list[Tensor]:
 
     weights = [new(WIDTH, WIDTH, fan_in=WIDTH) for _ in range(4)]
     return [new(tokens, WIDTH), new(BATCH, PATCHES, WIDTH), *weights, new(WIDTH)]
-
-
-def _op(*args: Any) -> Tensor:
-    with levit_kernels.use_backend("torch"):
-        return levit_kernels.task_attention(*args)
 
 
 def _reference(args: list[Tensor]) -> Tensor:

@@ -24,8 +24,8 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
   m.def("dkf_fuse(Tensor features, Tensor gates, Tensor? index) -> Tensor");
   m.def("dkf_fuse_gate_gradient(Tensor grad, Tensor features, Tensor? index, int heads) -> Tensor");
   m.def(
-      "task_attention(Tensor query, Tensor own_scores, Tensor own_values, Tensor keys, Tensor values, Tensor(a!) out) "
-      "-> ()");
+      "task_attention(Tensor tokens, Tensor patches, Tensor wq, Tensor wk, Tensor wv, Tensor wo, Tensor bo, int heads, "
+      "float scale, Tensor(a!) out) -> ()");
   m.def("fma_peak(int iterations, int threads) -> float");
   m.def("bf16_dot_peak(int iterations, int threads) -> float");
   m.def("huge_pages(Tensor buffer) -> bool");

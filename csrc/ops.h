@@ -56,11 +56,11 @@ Tensor dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional
 Tensor dkf_fuse_gate_gradient(const Tensor& grad, const Tensor& features, const std::optional<Tensor>& index,
                               int64_t heads);
 
-// query [H, T, d], scaled, own_scores [H, T] and own_values [H, T, d] of the tokens, dense; keys and values [B, N, H, d]
-// of the patches, any strides; all float32 or all float64. Writes to out, dense [B, T, H, d], what every token draws
-// from itself and from the patches of every image.
-void task_attention(const Tensor& query, const Tensor& own_scores, const Tensor& own_values, const Tensor& keys,
-                    const Tensor& values, const Tensor& out);
+// tokens [T, D], patches [B, N, D], weights [D, D] in nn.Linear's layout, bo [D], at any strides; all float32 or all
+// float64. Writes to out, dense [B, T, D], what every token draws from itself and from the patches of every image,
+// through the output projection.
+void task_attention(const Tensor& tokens, const Tensor& patches, const Tensor& wq, const Tensor& wk, const Tensor& wv,
+                    const Tensor& wo, const Tensor& bo, int64_t heads, double scale, const Tensor& out);
 
 // Asks for huge pages under buffer (contiguous); whether the system agreed.
 bool huge_pages(const Tensor& buffer);

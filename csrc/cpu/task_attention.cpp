@@ -1,5 +1,5 @@
-// The attention of task tokens over projected patches: checks, the choice of the vector width, the tokens' own part in
-// the kernel's order, and the cut into parts for the threads.
+// The attention of task tokens over patches: checks, the choice of the vector width, the weights and the tokens' own
+// part in the kernel's order, and the cut into groups of images for the threads.
 #include "../ops.h"
 
 #include <algorithm>
@@ -19,31 +19,44 @@ namespace {
 using namespace tasks;
 using torch::headeronly::ScalarType;
 
-#define LEVIT_RUN(name, target, T, bytes, channels)                          \
-  target void name(const Call<T>& call, int64_t begin, int64_t end) {        \
-    Kernel<T, bytes / sizeof(T), channels>::run(call, begin, end);           \
+#define LEVIT_WIDTH(width, target, T, bytes, channels)                                                            \
+  target void pack_##width(const Matrix<T>& weight, int64_t size, T* panels) {                                    \
+    Panels<T, bytes / sizeof(T), channels>::pack(weight, size, size, panels);                                     \
+  }                                                                                                               \
+  target void dense_##width(const Matrix<T>& x, int64_t rows, const T* panels, int64_t size, const T* bias, T* y, \
+                            int64_t by_row) {                                                                     \
+    Panels<T, bytes / sizeof(T), channels>::multiply(x, rows, panels, size, size, bias, y, by_row);               \
+  }                                                                                                               \
+  target void run_##width(const Call<T>& call, int64_t first, int64_t images) {                                   \
+    Kernel<T, bytes / sizeof(T), channels>::run(call, first, images);                                             \
   }
-LEVIT_RUN(run_plain, , float, 16, 6)
-LEVIT_RUN(run_plain, , double, 16, 6)
+LEVIT_WIDTH(plain, , float, 16, 6)
+LEVIT_WIDTH(plain, , double, 16, 6)
 #if defined(__x86_64__)
-LEVIT_RUN(run_avx2, __attribute__((target("avx2,fma"))), float, 32, 6)
-LEVIT_RUN(run_avx2, __attribute__((target("avx2,fma"))), double, 32, 6)
-LEVIT_RUN(run_avx512, __attribute__((target("avx512f"))), float, 64, 12)
-LEVIT_RUN(run_avx512, __attribute__((target("avx512f"))), double, 64, 12)
+LEVIT_WIDTH(avx2, __attribute__((target("avx2,fma"))), float, 32, 6)
+LEVIT_WIDTH(avx2, __attribute__((target("avx2,fma"))), double, 32, 6)
+LEVIT_WIDTH(avx512, __attribute__((target("avx512f"))), float, 64, 12)
+LEVIT_WIDTH(avx512, __attribute__((target("avx512f"))), double, 64, 12)
 #endif
-#undef LEVIT_RUN
+#undef LEVIT_WIDTH
 
 template <class T>
 struct Chosen {
+  void (*pack)(const Matrix<T>&, int64_t, T*) = pack_plain;
+  Dense<T> dense = dense_plain;
   void (*run)(const Call<T>&, int64_t, int64_t) = run_plain;
   const int64_t lanes = vector_bytes() / sizeof(T);
   Chosen() {
 #if defined(__x86_64__)
-    if (lanes * sizeof(T) == 64) run = run_avx512;
-    if (lanes * sizeof(T) == 32) run = run_avx2;
+    if (lanes * sizeof(T) == 64) pack = pack_avx512, dense = dense_avx512, run = run_avx512;
+    if (lanes * sizeof(T) == 32) pack = pack_avx2, dense = dense_avx2, run = run_avx2;
 #endif
   }
 };
+
+// Bytes of patches, keys, values and sums of the images that a core takes together: most of a small L2 cache, as the
+// weights are read once for all of them.
+constexpr int64_t kTogether = 768 << 10;
 
 template <class T>
 T* data(const Tensor& tensor) {
@@ -51,67 +64,96 @@ T* data(const Tensor& tensor) {
 }
 
 template <class T>
-Projection<T> projection(const Tensor& of) {
-  return {data<T>(of), of.stride(0), of.stride(1), of.stride(2), of.stride(3)};
+Matrix<T> matrix(const Tensor& of) {
+  return {data<T>(of), of.stride(0), of.stride(1)};
 }
 
 template <class T>
-void compute(const Tensor& query, const Tensor& own_scores, const Tensor& own_values, const Tensor& keys,
-             const Tensor& values, const Tensor& out) {
+void compute(const Tensor& tokens, const Tensor& patches, const Tensor& wq, const Tensor& wk, const Tensor& wv,
+             const Tensor& wo, const Tensor& bo, int64_t heads, double scale, const Tensor& out) {
   static const Chosen<T> kernel;
-  constexpr T kLog2E = static_cast<T>(1.44269504088896340736);
-  const int64_t heads = query.size(0), tokens = query.size(1), depth = query.size(2);
-  const int64_t lanes = round_up(tokens, kernel.lanes), channels = round_up(depth, kernel.lanes);
-  const auto [turned, scores, padded] =
-      scratch<T, &compute<T>>({heads * depth * lanes, heads * lanes, heads * tokens * channels});
-  std::fill(turned, turned + heads * depth * lanes, T(0));
+  const T to_powers_of_2 = static_cast<T>(scale * 1.44269504088896340736);
+  const int64_t count = tokens.size(0), width = tokens.size(1), depth = width / heads;
+  const int64_t batch = patches.size(0), length = patches.size(1);
+  const int64_t lanes = round_up(count, kernel.lanes), channels = round_up(depth, kernel.lanes);
+  const int64_t outputs = round_up(width, kernel.lanes), size = outputs * width;
+  const auto [queries, scores, values, own, panels, no_bias, bias] =
+      scratch<T, &compute<T>>({heads * depth * lanes, heads * lanes, heads * count * channels, 3 * count * width,
+                               4 * size, outputs, outputs});
+  std::fill(no_bias, no_bias + outputs, T(0));
+  std::fill(bias, bias + outputs, T(0));
+  for (int64_t c = 0; c < width; ++c) bias[c] = data<T>(bo)[c * bo.stride(0)];
+  T* next = panels;
+  for (const Tensor* weight : {&wq, &wk, &wv, &wo}) {
+    kernel.pack(matrix<T>(*weight), width, next);
+    next += size;
+  }
+  for (int64_t i = 0; i < 3; ++i) {
+    kernel.dense(matrix<T>(tokens), count, panels + i * size, width, no_bias, own + i * count * width, width);
+  }
+  std::fill(queries, queries + heads * depth * lanes, T(0));
   std::fill(scores, scores + heads * lanes, T(0));
-  std::fill(padded, padded + heads * tokens * channels, T(0));
-  for (int64_t row = 0; row < heads * tokens; ++row) {
-    const int64_t h = row / tokens, t = row % tokens;
-    scores[h * lanes + t] = data<T>(own_scores)[row] * kLog2E;
-    for (int64_t c = 0; c < depth; ++c) {
-      turned[(h * depth + c) * lanes + t] = data<T>(query)[row * depth + c] * kLog2E;
-      padded[row * channels + c] = data<T>(own_values)[row * depth + c];
+  std::fill(values, values + heads * count * channels, T(0));
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t t = 0; t < count; ++t) {
+      const T *query = own + t * width + h * depth, *key = query + count * width, *value = key + count * width;
+      T score = 0;
+      for (int64_t c = 0; c < depth; ++c) {
+        const T scaled = query[c] * to_powers_of_2;
+        score += scaled * key[c];
+        queries[(h * depth + c) * lanes + t] = scaled;
+      }
+      scores[h * lanes + t] = score;
+      std::copy(value, value + depth, values + (h * count + t) * channels);
     }
   }
-  const Call<T> call{heads, tokens, depth, keys.size(1), projection<T>(keys), projection<T>(values), data<T>(out),
-                     lanes, channels, turned, scores, padded};
-  torch::stable::parallel_for(0, keys.size(0) * heads, 1,
-                              [&](int64_t begin, int64_t end) { kernel.run(call, begin, end); });
+  const int64_t bytes = (3 * length + count) * width * sizeof(T), threads = torch::stable::get_num_threads();
+  const int64_t together = std::clamp<int64_t>(kTogether / bytes, 1, (batch + threads - 1) / threads);
+  const Call<T> call{kernel.dense, heads, count, depth, length, data<T>(patches), patches.stride(0), patches.stride(1),
+                     patches.stride(2), data<T>(out), together, lanes, channels, queries, scores, values,
+                     panels + size, panels + 2 * size, panels + 3 * size, no_bias, bias};
+  const int64_t groups = (batch + together - 1) / together;
+  torch::stable::parallel_for(0, groups, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group) {
+      kernel.run(call, group * together, std::min(together, batch - group * together));
+    }
+  });
 }
 
 }  // namespace
 
-void task_attention(const Tensor& query, const Tensor& own_scores, const Tensor& own_values, const Tensor& keys,
-                    const Tensor& values, const Tensor& out) {
-  const ScalarType dtype = query.scalar_type();
+void task_attention(const Tensor& tokens, const Tensor& patches, const Tensor& wq, const Tensor& wk, const Tensor& wv,
+                    const Tensor& wo, const Tensor& bo, int64_t heads, double scale, const Tensor& out) {
+  const ScalarType dtype = tokens.scalar_type();
   if (dtype != ScalarType::Float && dtype != ScalarType::Double) {
-    fail("task_attention: query must be float32 or float64, got ", torch::headeronly::toString(dtype));
+    fail("task_attention: tokens must be float32 or float64, got ", torch::headeronly::toString(dtype));
   }
-  if (query.dim() != 3) fail("task_attention: query must be [H, T, d], got ", shape(query));
-  if (keys.dim() != 4) fail("task_attention: keys must be [B, N, H, d], got ", shape(keys));
-  const int64_t heads = query.size(0), tokens = query.size(1), depth = query.size(2);
-  const auto check = [&](const char* name, const Tensor& tensor, const std::vector<int64_t>& sizes, bool dense) {
+  if (tokens.dim() != 2) fail("task_attention: tokens must be [T, D], got ", shape(tokens));
+  if (patches.dim() != 3) fail("task_attention: patches must be [B, N, D], got ", shape(patches));
+  const int64_t width = tokens.size(1);
+  if (heads < 1 || width % heads) fail("task_attention: heads must divide D=", width, ", got ", heads);
+  const auto check = [&](const char* name, const Tensor& tensor, const std::vector<int64_t>& sizes) {
     bool right = tensor.scalar_type() == dtype && tensor.dim() == static_cast<int64_t>(sizes.size());
     for (size_t i = 0; right && i < sizes.size(); ++i) right = tensor.size(i) == sizes[i];
-    if (!right || (dense && !tensor.is_contiguous())) {
-      fail("task_attention: ", name, " must ", dense ? "be dense and " : "", "fit query ", shape(query), " and keys ",
-           shape(keys), " in ", torch::headeronly::toString(dtype), ", got ", shape(tensor), " in ",
+    if (!right) {
+      fail("task_attention: ", name, " must fit tokens ", shape(tokens), " and patches ", shape(patches), " in ",
+           torch::headeronly::toString(dtype), ", got ", shape(tensor), " in ",
            torch::headeronly::toString(tensor.scalar_type()));
     }
   };
-  check("query", query, {heads, tokens, depth}, true);
-  check("own_scores", own_scores, {heads, tokens}, true);
-  check("own_values", own_values, {heads, tokens, depth}, true);
-  check("keys", keys, {keys.size(0), keys.size(1), heads, depth}, false);
-  check("values", values, {keys.size(0), keys.size(1), heads, depth}, false);
-  check("out", out, {keys.size(0), tokens, heads, depth}, true);
+  check("patches", patches, {patches.size(0), patches.size(1), width});
+  check("wq", wq, {width, width});
+  check("wk", wk, {width, width});
+  check("wv", wv, {width, width});
+  check("wo", wo, {width, width});
+  check("bo", bo, {width});
+  check("out", out, {patches.size(0), tokens.size(0), width});
+  if (!out.is_contiguous()) fail("task_attention: out must be dense");
   if (out.numel() == 0) return;
   if (dtype == ScalarType::Float) {
-    compute<float>(query, own_scores, own_values, keys, values, out);
+    compute<float>(tokens, patches, wq, wk, wv, wo, bo, heads, scale, out);
   } else {
-    compute<double>(query, own_scores, own_values, keys, values, out);
+    compute<double>(tokens, patches, wq, wk, wv, wo, bo, heads, scale, out);
   }
 }
 

@@ -1,54 +1,48 @@
-// The kernel of task_attention for one vector width: what T tokens draw from the keys and values of one image and head.
-// Tokens are the lanes of the scores, as all images share the queries: these are turned around once, the keys are
-// broadcast from where a projection left them, and the softmax never runs across lanes. For the sums the lanes are the
-// channels of the values, so that they leave in the order in which the output projection reads them.
+// The kernel of task_attention for one vector width: a few images from their patches to the output, so that keys,
+// values and the heads' sums never leave the cache. Tokens are the lanes of the scores, as all images share the
+// queries: these are turned around once, the keys are broadcast from where their projection left them, and the softmax
+// never runs across lanes. For the sums the lanes are the channels of the values, so that they leave in the order in
+// which the output projection reads them.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "lanes.h"
 #include "multiversion.h"
+#include "panels.h"
 #include "products.h"
 #include "scratch.h"
 
 namespace levit::tasks {
 
-inline int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
-
-// [B, N, H, d] at any strides
+// y [rows, size] = bias + x [rows, size] panels, for this width of vectors; rows of y are by_row apart
 template <class T>
-struct Projection {
-  const T* data;
-  int64_t by_image, by_patch, by_head, by_channel;
-
-  const T* at(int64_t image, int64_t head) const { return data + image * by_image + head * by_head; }
-};
+using Dense = void (*)(const Matrix<T>& x, int64_t rows, const T* panels, int64_t size, const T* bias, T* y,
+                       int64_t by_row);
 
 template <class T>
 struct Call {
+  Dense<T> dense;  // not inlined three times
   int64_t heads, tokens, depth, patches;
-  Projection<T> keys, values;
-  T* out;  // [B, T, H, d]
+  const T* images;  // [B, N, D] at any strides
+  int64_t by_image, by_patch, by_channel;
+  T* out;            // [B, T, D]
+  int64_t together;  // images at a time, at most
   // Of the tokens, the same for every image; scores are for powers of 2, and what pads is 0.
   int64_t lanes, channels;  // tokens and depth in whole vectors
-  T *queries, *own_scores;  // [H, d, lanes], [H, lanes]
-  T* own_values;            // [H, T, channels]
+  const T *queries, *own_scores;  // [H, d, lanes], [H, lanes]
+  const T* own_values;            // [H, T, channels]
+  const T *wk, *wv, *wo;          // panels
+  const T *no_bias, *bo;          // [D] in whole vectors
+
+  int64_t width() const { return heads * depth; }
 };
 
 template <class T, int kWidth, int kChannels>
-struct Kernel : private Products<T, kWidth> {
+struct Kernel {
   using V = Lanes<T, kWidth>;
-
-  template <int kVectors, class Start, class Finish>
-  static LEVIT_INLINE void rows(int64_t count, const Product<T>& of, const Start& start, const Finish& finish) {
-    int64_t row = 0;
-    Kernel::template blocks<kChannels, kVectors>(row, count, of, nullptr, start, finish);
-    Kernel::template blocks<4, kVectors>(row, count, of, nullptr, start, finish);
-    Kernel::template blocks<2, kVectors>(row, count, of, nullptr, start, finish);
-    Kernel::template blocks<1, kVectors>(row, count, of, nullptr, start, finish);
-  }
+  using Blocks = Rows<T, kWidth, kChannels>;
 
   // Scores of some tokens, and what softmax makes of them: powers [N, kVectors], the tokens' own powers, and the
   // reciprocals of the sums of both.
@@ -59,7 +53,7 @@ struct Kernel : private Products<T, kWidth> {
     V most[kVectors], total[kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) most[v] = load<kWidth>(own_scores + v * kWidth);
-    rows<kVectors>(
+    Blocks::template each<kVectors>(
         patches, scores,
         [&]<int C>(int64_t, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
@@ -101,7 +95,7 @@ struct Kernel : private Products<T, kWidth> {
   template <int kVectors>
   static LEVIT_INLINE void mix(const Product<T>& sums_of, int64_t tokens, int64_t depth, const T* own,
                                const T* own_values, int64_t channels, const T* reciprocals, T* out, int64_t by_token) {
-    rows<kVectors>(
+    Blocks::template each<kVectors>(
         tokens, sums_of,
         [&]<int C>(int64_t t, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
@@ -117,63 +111,80 @@ struct Kernel : private Products<T, kWidth> {
           for (int n = 0; n < C; ++n) {
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) {
-              const V mixed = sums[n][v] * reciprocals[t + n];
               T* to = out + (t + n) * by_token + v * kWidth;
-              if (depth >= (v + 1) * kWidth) {
-                store(to, mixed);
-              } else {
-                std::memcpy(to, &mixed, (depth - v * kWidth) * sizeof(T));
-              }
+              store_part(to, sums[n][v] * reciprocals[t + n], depth - v * kWidth);
             }
           }
         });
   }
 
-  // Tokens [first, first + kVectors) of one image and head; values [N, channels] are packed.
+  // Tokens [first, first + kVectors) of one image and head: keys and values [N, stride] -> out [T, stride]. Vectors of
+  // values may reach beyond the head: nothing is done across lanes, and what they hold there is not stored.
   template <int kVectors>
-  static LEVIT_INLINE void attend(const Call<T>& call, int64_t image, int64_t head, int64_t first, const T* values,
-                                  T* powers) {
+  static LEVIT_INLINE void attend(const Call<T>& call, int64_t head, int64_t first, const T* keys, const T* values,
+                                  int64_t stride, T* powers, T* out) {
     constexpr int64_t kStride = kVectors * kWidth;
     alignas(kAlignment) T own[kStride], reciprocals[kStride];
     const T* queries = call.queries + head * call.depth * call.lanes + first;
-    const Product<T> scores{call.keys.at(image, head), call.keys.by_patch, call.keys.by_channel,
-                            queries, call.lanes, call.depth};
+    const Product<T> scores{keys, stride, 1, queries, call.lanes, call.depth};
     weigh<kVectors>(scores, call.patches, call.own_scores + head * call.lanes + first, powers, own, reciprocals);
-    const int64_t tokens = std::min(kStride, call.tokens - first), by_token = call.heads * call.depth;
+    const int64_t tokens = std::min(kStride, call.tokens - first);
     const T* own_values = call.own_values + (head * call.tokens + first) * call.channels;
-    T* out = call.out + (image * call.tokens + first) * by_token + head * call.depth;
-    Product<T> sums{powers, 1, kStride, values, call.channels, call.patches};
+    out += first * stride;
+    Product<T> sums{powers, 1, kStride, values, stride, call.patches};
     for (int64_t c = 0; c < call.channels; c += 2 * kWidth) {
       sums.x = values + c;
       const int64_t depth = call.depth - c;
       if (call.channels - c >= 2 * kWidth) {
-        mix<2>(sums, tokens, depth, own, own_values + c, call.channels, reciprocals, out + c, by_token);
+        mix<2>(sums, tokens, depth, own, own_values + c, call.channels, reciprocals, out + c, stride);
       } else {
-        mix<1>(sums, tokens, depth, own, own_values + c, call.channels, reciprocals, out + c, by_token);
+        mix<1>(sums, tokens, depth, own, own_values + c, call.channels, reciprocals, out + c, stride);
       }
     }
   }
 
-  // Some of the B * H pairs of an image and a head.
-  static LEVIT_INLINE void run(const Call<T>& call, int64_t begin, int64_t end) {
-    const auto [values, powers] =
-        scratch<T, &Kernel::run>({call.patches * call.channels, call.patches * 2 * kWidth});
-    for (int64_t pair = begin; pair < end; ++pair) {
-      const int64_t image = pair / call.heads, head = pair % call.heads;
-      const T* from = call.values.at(image, head);
-      for (int64_t n = 0; n < call.patches; ++n, from += call.values.by_patch) {
-        T* to = values + n * call.channels;
-        if (call.values.by_channel == 1) {
-          std::memcpy(to, from, call.depth * sizeof(T));
-        } else {
-          for (int64_t c = 0; c < call.depth; ++c) to[c] = from[c * call.values.by_channel];
-        }
-        std::fill(to + call.depth, to + call.channels, T(0));
-      }
-      int64_t t = 0;
-      for (; t + kWidth < call.lanes; t += 2 * kWidth) attend<2>(call, image, head, t, values, powers);
-      if (t < call.lanes) attend<1>(call, image, head, t, values, powers);
+  // From row to row: room for the vectors that reach beyond the last head, and an odd number of vectors, as rows that
+  // are a multiple of many cache lines apart would fall into a few sets of a cache.
+  static int64_t stride_of(const Call<T>& call) { return (((call.width() + kWidth - 1) / kWidth + 1) | 1) * kWidth; }
+
+  // The patches of some images as rows: where they lie, or a copy.
+  static LEVIT_INLINE Matrix<T> rows_of(const Call<T>& call, int64_t first, int64_t images, T* copy) {
+    const T* from = call.images + first * call.by_image;
+    if (call.by_channel == 1 && (images == 1 || call.by_image == call.patches * call.by_patch)) {
+      return {from, call.by_patch, 1};
     }
+    const int64_t width = call.width();
+    T* to = copy;
+    for (int64_t image = 0; image < images; ++image) {
+      for (int64_t n = 0; n < call.patches; ++n, to += width) {
+        const T* patch = from + image * call.by_image + n * call.by_patch;
+        for (int64_t c = 0; c < width; ++c) to[c] = patch[c * call.by_channel];
+      }
+    }
+    return {copy, width, 1};
+  }
+
+  // As many images as are taken together, or fewer.
+  static LEVIT_INLINE void run(const Call<T>& call, int64_t first, int64_t images) {
+    const int64_t stride = stride_of(call), width = call.width();
+    const int64_t patches = call.together * call.patches, tokens = call.together * call.tokens;
+    const auto [copy, keys, values, heads, powers] = scratch<T, &Kernel::run>(
+        {patches * width, patches * stride, patches * stride, tokens * stride, call.patches * 2 * kWidth});
+    const Matrix<T> rows = rows_of(call, first, images, copy);
+    call.dense(rows, images * call.patches, call.wk, width, call.no_bias, keys, stride);
+    call.dense(rows, images * call.patches, call.wv, width, call.no_bias, values, stride);
+    for (int64_t pair = 0; pair < images * call.heads; ++pair) {
+      const int64_t image = pair / call.heads, head = pair % call.heads;
+      const int64_t from = image * call.patches * stride + head * call.depth;
+      T* to = heads + image * call.tokens * stride + head * call.depth;
+      int64_t t = 0;
+      for (; t + kWidth < call.lanes; t += 2 * kWidth) {
+        attend<2>(call, head, t, keys + from, values + from, stride, powers, to);
+      }
+      if (t < call.lanes) attend<1>(call, head, t, keys + from, values + from, stride, powers, to);
+    }
+    call.dense({heads, stride, 1}, images * call.tokens, call.wo, width, call.bo,
+               call.out + first * call.tokens * width, width);
   }
 };
 

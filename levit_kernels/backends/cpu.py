@@ -17,7 +17,6 @@ from ..composed import task_attention as composed_tasks
 from ..composed import vae_codes as composed_codes
 from ..composed.expert_attention_backward import expert_attention_backward as composed_attention_backward
 from ..composed.latent_distance import latent_distance_backward
-from ..composed.linear import matmul
 from ..composed.task_forms import folds
 from ..folded_attention import FoldedWeights
 from .registry import Backend, device_of
@@ -201,24 +200,16 @@ def task_attention(
 ) -> torch.Tensor:
     """See levit_kernels.task_attention.
 
-    The kernel takes projected keys and values. Where folding saves operations, nearly all that is left are matrix
-    products, which torch computes at the CPU's peak.
+    Where folding saves operations, nearly all that is left are matrix products, which torch computes at the CPU's peak.
     """
-    (batch, length, width), count = patches.shape, len(tokens)
-    if folds(num_heads, count, width // num_heads, length):
+    depth = patches.shape[2] // num_heads
+    if folds(num_heads, len(tokens), depth, patches.shape[1]):
         return composed_tasks.task_attention(tokens, patches, wq, wk, wv, wo, bo, num_heads, scale)
-    own = composed_tasks.own_part(tokens, wq, wk, wv, num_heads, scale)
-    heads = patches.new_empty(batch, count, num_heads, width // num_heads)
-    for images in composed_tasks.tiles(patches, 2 * length * width, PROJECTED_BYTES):
-        rows = patches[images].flatten(0, 1)
-        keys, values = (matmul(rows, w.t()).view(-1, length, *heads.shape[2:]) for w in (wk, wv))
-        torch.ops.levit_native.task_attention(own.query, own.scores, own.value, keys, values, heads[images])
-    return matmul(heads.view(-1, width), wo.t(), bo).view(batch, count, width)
+    scale = depth**-0.5 if scale is None else scale
+    out = patches.new_empty(len(patches), *tokens.shape)
+    torch.ops.levit_native.task_attention(tokens, patches, wq, wk, wv, wo, bo, num_heads, scale, out)
+    return out
 
-
-PROJECTED_BYTES = 8 << 20
-"""Keys and values that task_attention holds at a time: as the kernel makes one pass over them, few large products count
-for more than a small cache."""
 
 STORES = (
     (torch.float32, torch.float32),

@@ -4,9 +4,8 @@ import pytest
 import torch
 from op_cases import LAYOUTS, OPS, backend, evaluate, lay_out
 
-from levit_kernels.backends import cpu
 from levit_kernels.composed.task_forms import folds
-from levit_kernels.task_attention import task_attention
+from levit_kernels.task_attention import task_attention, task_attention_reference
 
 SIZES = OPS["task_attention"].sizes
 
@@ -51,24 +50,27 @@ def test_a_token_does_not_change_the_others(tokens):
     assert not torch.allclose(after[:, 1], before[:, 1])
 
 
-def attend(query, own_scores, own_values, keys, values):
-    """In float64 what the native kernel computes, one softmax over the token itself and the patches."""
-    query, own_scores, own_values, keys, values = (x.double() for x in (query, own_scores, own_values, keys, values))
-    scores = torch.einsum("htc,bnhc->bhtn", query, keys)
-    own = own_scores[None, :, :, None].expand(len(keys), -1, -1, 1)
-    share = torch.cat([own, scores], -1).softmax(-1)
-    mixed = share[..., :1] * own_values + torch.einsum("bhtn,bnhc->bhtc", share[..., 1:], values)
-    return mixed.transpose(1, 2)
+def native_arguments(dtype, B, T, N, H, d, scale=0.3):
+    *tensors, heads, scale = OPS["task_attention"].make(torch.Generator().manual_seed(3), B, T, N, H, d, scale)
+    return *(x.to(dtype) for x in tensors), heads, scale
 
 
-def core_arguments(dtype, B, T, N, H, d):
-    generator = torch.Generator().manual_seed(3)
-    shapes = (H, T, d), (H, T), (H, T, d), (B, N, H, d), (B, N, H, d)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+def in_float64(*args):
+    return task_attention_reference(*(x.double() if isinstance(x, torch.Tensor) else x for x in args))
 
 
-CORE_SIZES = {
+def native(*args, out=None):
+    """The kernel itself, also where folding is cheaper."""
+    tokens, patches = args[:2]
+    out = torch.empty(len(patches), *tokens.shape, dtype=tokens.dtype) if out is None else out
+    with backend("cpu"):
+        torch.ops.levit_native.task_attention(*args, out)
+    return out
+
+
+NATIVE_SIZES = {
     "cifar": dict(B=2, T=50, N=64, H=3, d=32),
+    "several-groups-of-images": dict(B=5, T=50, N=64, H=12, d=32),
     "one-token": dict(B=3, T=1, N=6, H=2, d=8),
     "one-patch": dict(B=2, T=17, N=1, H=2, d=16),
     "odd": dict(B=3, T=19, N=7, H=3, d=5),
@@ -81,43 +83,50 @@ CORE_SIZES = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.float64, 1e-14)])
-@pytest.mark.parametrize("size", CORE_SIZES)
-def test_the_native_core(size, dtype, bound, layout):
-    sizes = CORE_SIZES[size]
-    *own, keys, values = core_arguments(dtype, **sizes)
-    keys, values = lay_out(keys, layout), lay_out(values, layout)
-    room = torch.full((sizes["B"] + 2, sizes["T"], sizes["H"], sizes["d"]), 7.0, dtype=dtype)
-    with backend("cpu"):
-        torch.ops.levit_native.task_attention(*own, keys, values, room[1:-1])
-    want = attend(*own, keys, values)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 4e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize("size", NATIVE_SIZES)
+def test_the_native_kernel(size, dtype, bound, layout):
+    *tensors, heads, scale = native_arguments(dtype, **NATIVE_SIZES[size])
+    tokens, patches = (lay_out(x, layout) for x in tensors[:2])
+    weights = "transposed" if layout == "expanded" else layout  # expanded, they are of rank 1: sums would cancel
+    args = tokens, patches, *(lay_out(x, weights) for x in tensors[2:]), heads, scale
+    room = torch.full((len(patches) + 2, *tokens.shape), 7.0, dtype=dtype)
+    native(*args, out=room[1:-1])
+    want = in_float64(*args)
     assert (room[1:-1] - want).norm() <= bound * want.norm()
     assert (room[[0, -1]] == 7).all(), "the kernel wrote beside its result"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_native_core_subtracts_the_maximum(dtype):
-    query, own_scores, own_values, keys, values = core_arguments(dtype, **CORE_SIZES["odd"])
-    args = 1000 * query, 1000 * own_scores, own_values, keys, values
-    out = torch.empty(len(keys), *query.transpose(0, 1).shape, dtype=dtype)
-    with backend("cpu"):
-        torch.ops.levit_native.task_attention(*args, out)
-    torch.testing.assert_close(out, attend(*args).to(dtype), rtol=0, atol=5e-3 if dtype == torch.float32 else 1e-10)
+def test_the_native_kernel_subtracts_the_maximum(dtype):
+    args = native_arguments(dtype, **NATIVE_SIZES["odd"], scale=1000.0)
+    atol = 5e-3 if dtype == torch.float32 else 1e-10
+    torch.testing.assert_close(native(*args), in_float64(*args).to(dtype), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("which, name", list(enumerate(["query", "own_scores", "own_values", "keys", "values", "out"])))
-def test_the_native_core_names_what_does_not_fit(which, name):
-    args = core_arguments(torch.float32, **CORE_SIZES["odd"])
-    args.append(torch.empty(3, 19, 3, 5))
-    args[which] = args[which].double() if name != "query" else args[which].half()
+@pytest.mark.parametrize("size", ["odd", "several-groups-of-images"])
+def test_neither_threads_nor_other_images_change_a_bit(size):
+    args, results = native_arguments(torch.float32, **NATIVE_SIZES[size]), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(native(*args))
+    finally:
+        torch.set_num_threads(before)
+    want = results[0]
+    assert all(torch.equal(result, want) for result in results)
+    alone = [native(args[0], image[None], *args[2:]) for image in args[1]]
+    assert torch.equal(torch.cat(alone), want)
+
+
+NAMES = ["tokens", "patches", "wq", "wk", "wv", "wo", "bo", "heads", "scale", "out"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "scale"])
+def test_the_native_kernel_names_what_does_not_fit(name):
+    args = [*native_arguments(torch.float32, **NATIVE_SIZES["odd"]), torch.empty(3, 19, 15)]
+    which = NAMES.index(name)
+    args[which] = 4 if name == "heads" else args[which].half() if name == "tokens" else args[which].double()
     with backend("cpu"), pytest.raises(RuntimeError, match=f"task_attention: {name} must"):
         torch.ops.levit_native.task_attention(*args)
-
-
-@pytest.mark.parametrize("images", [1, 2, 5])
-def test_the_native_backend_in_tiles(images, monkeypatch):
-    args = OPS["task_attention"].make(torch.Generator().manual_seed(4), **{**SIZES["odd-many"], "B": 5})
-    monkeypatch.setattr(cpu, "PROJECTED_BYTES", images * 2 * args[1][0].numel() * 8)
-    with backend("cpu"):
-        got = task_attention(*args)
-    torch.testing.assert_close(got, OPS["task_attention"].reference(*args), rtol=1e-10, atol=1e-12)
