@@ -98,7 +98,7 @@ const T* data(const Tensor& tensor) {
   return static_cast<const T*>(tensor.data_ptr());
 }
 
-// w [K, inputs, channels...]: whether it is a view of dense [K, channels..., inputs]
+// w [K, inputs, channels...]: whether it is a view of [K, channels..., inputs], dense but for gaps between experts
 bool inputs_are_consecutive(const Tensor& w) {
   int64_t stride = 1;
   const auto fits = [&](int64_t dim) {
@@ -108,7 +108,7 @@ bool inputs_are_consecutive(const Tensor& w) {
   };
   bool all = fits(1);
   for (int64_t dim = w.dim() - 1; dim > 1; --dim) all = fits(dim) && all;
-  return fits(0) && all;
+  return all;
 }
 
 Tensor readable(const Tensor& w) { return inputs_are_consecutive(w) ? w : torch::stable::contiguous(w); }
@@ -118,7 +118,7 @@ Weights<T> weights(const Tensor& w) {
   int64_t channels = 1;
   for (int64_t dim = 2; dim < w.dim(); ++dim) channels *= w.size(dim);
   const int64_t inputs = w.size(1);
-  if (inputs_are_consecutive(w)) return {data<T>(w), inputs * channels, inputs, 1};
+  if (inputs_are_consecutive(w)) return {data<T>(w), w.stride(0), inputs, 1};
   return {data<T>(w), inputs * channels, 1, channels};
 }
 

@@ -93,6 +93,16 @@ def test_any_number_of_threads_and_float64_gates():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(not NATIVE, reason=f"native kernels: {cpu.unavailable()}")
+def test_values_are_read_where_they_lie_between_queries_and_keys():
+    args = arguments("published")
+    weights = fold(*args[1:])
+    linear = weights.w_values.permute(0, 2, 3, 1)
+    assert not linear.is_contiguous() and linear[1].is_contiguous()
+    copied = weights._replace(w_values=linear.contiguous().permute(0, 3, 1, 2))
+    assert torch.equal(folded_attention(args[0], weights), folded_attention(args[0], copied))
+
+
 def test_when_folding_pays():
     wide, deep = arguments("wider than deep")[3], arguments("deeper than wide")[3]
     assert not folding_pays(wide) and folding_pays(deep) == NATIVE
