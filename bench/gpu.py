@@ -23,6 +23,7 @@ from bench import gpu_cases, model_cases, report
 from bench.gpu_cases import BACKENDS, UNPROVEN, GpuCase
 from levit.runs import write_atomically
 from levit_kernels import info
+from levit_kernels.backends import registry
 
 RESULTS = report.ROOT / "bench" / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -131,13 +132,19 @@ def steps() -> list[Step]:
         for case in gpu_cases.cases():
             plan.append(Step(f"time {case.op} {case.size} {dtype}: plain and as a CUDA graph", 15, _time(case, dtype)))
     for name in UNPROVEN:
+        small, large = (_with_kernel(name, cases) for cases in (gpu_cases.cases(**SMALL)[:-1], gpu_cases.cases()))
         for dtype in DTYPES:
-            for case in gpu_cases.cases(**SMALL)[:-1]:
+            for case in small:
                 plan.append(Step(f"check {case.op} {dtype}: {name} with gradients", 3, _check(case, dtype, [name])))
         for dtype in reversed(DTYPES):
-            for case in gpu_cases.cases():
+            for case in large:
                 plan.append(Step(f"time {case.op} {case.size} {dtype}: {name}", 3, _time(case, dtype, [name])))
     return plan
+
+
+def _with_kernel(name: str, cases: Sequence[GpuCase]) -> list[GpuCase]:
+    """The cases whose op that backend has a kernel for."""
+    return [case for case in cases if case.op in registry.backends()[name].ops]
 
 
 def _environment(found: Report, deadline: float) -> None:
