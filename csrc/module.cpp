@@ -12,7 +12,7 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
       "float negative_slope) -> Tensor");
   m.def(
       "folded_attention(Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_scores, Tensor b_scores, "
-      "Tensor w_values, Tensor b_values, Tensor? gates, float negative_slope) -> Tensor");
+      "Tensor w_values, Tensor b_values, Tensor? gates, float negative_slope, Tensor(a!) out) -> ()");
   m.def(
       "expert_attention_train(Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_qkv, Tensor b_qkv, "
       "Tensor? gates, float negative_slope) -> Tensor[]");

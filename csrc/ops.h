@@ -21,10 +21,10 @@ Tensor expert_attention(const Tensor& patches, const Tensor& w_embed, const Tens
                         const Tensor& b_qkv, const std::optional<Tensor>& gates, double negative_slope);
 
 // The same with queries that meet the tokens themselves: w_scores [K, Q, H, Q], b_scores [K, H, Q] in place of queries and
-// keys, w_values [K, Q, H, d], b_values [K, H, d].
-Tensor folded_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_scores,
-                        const Tensor& b_scores, const Tensor& w_values, const Tensor& b_values,
-                        const std::optional<Tensor>& gates, double negative_slope);
+// keys, w_values [K, Q, H, d], b_values [K, H, d]. Written to out, of any strides of experts and images without gates.
+void folded_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_scores,
+                      const Tensor& b_scores, const Tensor& w_values, const Tensor& b_values,
+                      const std::optional<Tensor>& gates, double negative_slope, const Tensor& out);
 
 // The same for one expert in training, all dense: w_embed [Q, P], b_embed [Q], w_qkv [3, H, d, Q], b_qkv [3, H, d], gates
 // none or [B or 1, H or 1] -> out [B, N, H*d], and what the backward pass needs in a layout of its own, of the sizes

@@ -84,6 +84,7 @@ class KnowledgeCache:
         self.codes = self.errors = None
         if cfg.criterion == "latent":
             self.codes = weight.new_empty(frozen, memory.capacity, cfg.latent_dim)
+            huge_pages(self.codes)
         elif cfg.criterion == "energy":
             self.errors = weight.new_empty(frozen, memory.capacity)
         self.features: Tensor | None = None
@@ -141,7 +142,12 @@ class KnowledgeCache:
             self.errors[:, slots] = self.model.reconstruction_errors(images)[:, rows]
         if self.codes is not None:
             self.codes[:, slots] = self.model.frozen_codes(images, self.model.frozen_noise(positions))[:, rows]
-        if self.features is not None:
+        if self.features is None:
+            return
+        stretch = _stretch(self.features, slots)
+        if stretch is not None and len(slots) == len(images):
+            self.model.frozen_features(images, out=stretch)  # a new batch: written once, where it stays
+        else:
             self.features[slots] = self.model.frozen_features(images)[rows].to(self.features.dtype)
 
 
@@ -162,6 +168,14 @@ def free_memory() -> int:
         return kilobytes * 1024
     except (OSError, StopIteration):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _stretch(store: Tensor, slots: Tensor) -> Tensor | None:
+    """The rows at `slots` as a view, if these follow each other; not looked at on a GPU, which would have to wait."""
+    first = int(slots[0]) if slots.device.type == "cpu" and len(slots) else 0
+    if slots.device.type != "cpu" or not torch.equal(slots, torch.arange(first, first + len(slots))):
+        return None
+    return store[first : first + len(slots)]
 
 
 def _slots(memory: Memory) -> Tensor:

@@ -144,12 +144,17 @@ class LEViT(reference.LEViT):
         logits = self.active.head(self._fuse_training(images, cache), batch_statistics=True)
         return classification_loss(logits, labels) + self._vae_training_loss(images, generator)
 
-    def frozen_features(self, images: Tensor) -> Tensor:
-        """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E]."""
+    def frozen_features(self, images: Tensor, out: Tensor | None = None) -> Tensor:
+        """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E], written to `out` where it is given."""
         if not self._attention_packs:
-            return torch.stack([features(expert, images, self.cfg) for expert in self.frozen], dim=1)
-        parts = patches(images, self.cfg.patch_size)
-        return self._frozen_attention(parts, self.frozen).transpose(0, 1)
+            found = torch.stack([features(expert, images, self.cfg) for expert in self.frozen], dim=1)
+        else:
+            parts = patches(images, self.cfg.patch_size)
+            place = out.transpose(0, 1) if out is not None and out.dtype == parts.dtype else None
+            found = self._frozen_attention(parts, self.frozen, out=place).transpose(0, 1)
+            if place is not None:
+                return out
+        return found if out is None else out.copy_(found)
 
     def frozen_codes(self, images: Tensor, noise: Tensor) -> Tensor:
         """Sampled codes μ + σε of the frozen VAEs: [B, C, S, S] and ε [K-1, B, L] → [K-1, B, L]."""
@@ -181,15 +186,18 @@ class LEViT(reference.LEViT):
         self.knowledge = KnowledgeBase(self.cfg.num_heads)
         self._told = False
 
-    def _frozen_attention(self, parts: Tensor, experts: list[Expert], gates: Tensor | None = None) -> Tensor:
+    def _frozen_attention(
+        self, parts: Tensor, experts: list[Expert], gates: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """`expert_attention` of frozen experts, from folded weights where that saves and no gradient is asked for."""
         learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (parts, gates))
         if not learns and not torch.compiler.is_compiling():
             folded = self.knowledge.folded_attention(experts)
             if folded is not None:
                 with torch.no_grad():
-                    return folded_attention(parts, folded, gates)
-        return expert_attention(parts, *self.knowledge.attention(experts), gates=gates)
+                    return folded_attention(parts, folded, gates, out=out)
+        found = expert_attention(parts, *self.knowledge.attention(experts), gates=gates)
+        return found if out is None else out.copy_(found)
 
     def _fuse_routed(self, parts: Tensor, routes: Tensor, chosen: list[int]) -> Tensor:
         """Equation 8 for images routed to the experts in `chosen`; experts beyond an image's own are not evaluated."""

@@ -53,7 +53,11 @@ def folded_scores(w_qkv: torch.Tensor, b_qkv: torch.Tensor) -> tuple[torch.Tenso
 
 
 def folded_attention(
-    patches: torch.Tensor, weights: FoldedWeights, gates: torch.Tensor | None = None, negative_slope: float = 0.2
+    patches: torch.Tensor,
+    weights: FoldedWeights,
+    gates: torch.Tensor | None = None,
+    negative_slope: float = 0.2,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`levit_kernels.expert_attention` from folded weights. There are no gradients: call it under `no_grad`.
 
@@ -61,9 +65,11 @@ def folded_attention(
         patches: `[B,N,P]`.
         weights: of K experts, all of the patches' dtype.
         gates, negative_slope: as of `expert_attention`.
+        out: where to write the result without gates, `[K,B,N,H*d]` of the patches' dtype; experts and images may have
+            any strides, so that the outputs can go straight to where they are kept. Default: a new tensor.
 
     Returns:
-        As `expert_attention`: `[K,B,N,H*d]`, or with gates their gated sum `[B,N,H*d]`.
+        As `expert_attention`: `[K,B,N,H*d]`, or with gates their gated sum `[B,N,H*d]`; `out` if it was given.
 
     Raises:
         ValueError: a shape, device or slope; TypeError: a dtype.
@@ -76,14 +82,29 @@ def folded_attention(
         gating.check_gates(shapes, gates)
     if not 0 <= negative_slope < math.inf:
         raise ValueError(f"folded_attention: negative_slope must be finite and >= 0, got {negative_slope}")
-    return run("folded_attention", patches, weights, gates, negative_slope)
+    if out is not None:
+        if gates is not None:
+            raise ValueError("folded_attention: out must be None where gates are given")
+        shapes.match("out", out, "K B N E")
+        sizes = (len(weights.b_values), *patches.shape[:2], weights.b_values[0].numel())
+        if out.shape != sizes or (out.numel() and not out[0, 0].is_contiguous()):
+            raise ValueError(
+                f"folded_attention: out must be {list(sizes)}, dense in tokens and channels; "
+                f"got {list(out.shape)} with strides {out.stride()}"
+            )
+    found = run("folded_attention", patches, weights, gates, negative_slope, out)
+    return found if out is None else out
 
 
 _PATTERNS = ("K P Q", "K Q", "K Q H Q", "K H Q", "K Q H d", "K H d")
 
 
 def folded_attention_reference(
-    patches: torch.Tensor, weights: FoldedWeights, gates: torch.Tensor | None = None, negative_slope: float = 0.2
+    patches: torch.Tensor,
+    weights: FoldedWeights,
+    gates: torch.Tensor | None = None,
+    negative_slope: float = 0.2,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in plain torch."""
     w_embed, b_embed, w_scores, b_scores, w_values, b_values = weights
@@ -94,4 +115,5 @@ def folded_attention_reference(
     scores = query @ tokens[:, None].transpose(-1, -2) / math.sqrt(value.shape[-1])
     attention = torch.softmax(scores, -1, dtype=at_least_float32(scores.dtype)).to(scores.dtype)
     outputs = (attention @ value).permute(0, 2, 3, 1, 4).flatten(3)
-    return outputs if gates is None else gating.gated_sum(outputs.transpose(0, 1), gates)
+    fused = outputs if gates is None else gating.gated_sum(outputs.transpose(0, 1), gates)
+    return fused if out is None else out.copy_(fused)

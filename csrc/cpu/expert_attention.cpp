@@ -131,10 +131,10 @@ Projection<T> projection(const Tensor& w, const Tensor& b, int64_t first) {
 }
 
 // What both forms have in common: checks, layout, gates. `w_scores` is [K, Q, 3, H, d], or folded [K, Q, H, Q]; then the
-// values come by themselves, [K, Q, H, d].
+// values come by themselves, [K, Q, H, d]. The output goes where `wanted` says, or into a new tensor.
 Tensor attend(const char* op, const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed,
               const Tensor& w_scores, const Tensor& b_scores, const Tensor* w_values, const Tensor* b_values,
-              const std::optional<Tensor>& gates, double negative_slope) {
+              const std::optional<Tensor>& gates, double negative_slope, const Tensor* wanted = nullptr) {
   const ScalarType dtype = patches.scalar_type();
   if (dtype != ScalarType::Float && dtype != ScalarType::Double) {
     fail(op, ": patches must be float32 or float64, got ", torch::headeronly::toString(dtype));
@@ -178,8 +178,17 @@ Tensor attend(const char* op, const Tensor& patches, const Tensor& w_embed, cons
   const Tensor dense_b_scores = dense(b_scores), ready_w_values = folded ? readable(*w_values) : ready_w_scores;
   const Tensor dense_b_values = folded ? dense(*b_values) : dense_b_scores;
   const std::optional<Tensor> dense_gates = gates ? std::optional(dense(*gates)) : std::nullopt;
-  Tensor out = gates ? torch::stable::new_empty(patches, {batch, tokens, heads * depth})
-                     : torch::stable::new_empty(patches, {experts, batch, tokens, heads * depth});
+  std::vector<int64_t> sizes{batch, tokens, heads * depth};
+  if (!gates) sizes.insert(sizes.begin(), experts);
+  if (wanted) {
+    check("out", *wanted, sizes);
+    const auto follows = [&](int64_t dim, int64_t stride) { return wanted->size(dim) < 2 || wanted->stride(dim) == stride; };
+    const int64_t last = wanted->dim() - 1, channels = wanted->size(last);
+    if (!follows(last, 1) || !follows(last - 1, channels) || (gates && !wanted->is_contiguous())) {
+      fail(op, ": out must be dense in tokens and channels, with gates in images too");
+    }
+  }
+  const Tensor out = wanted ? *wanted : torch::stable::new_empty(patches, sizes);
   if (out.numel() == 0) return out;
   const auto run = [&](auto number) {
     using T = decltype(number);
@@ -190,6 +199,10 @@ Tensor attend(const char* op, const Tensor& patches, const Tensor& w_embed, cons
                  projection<T>(ready_w_scores, dense_b_scores, section),
                  projection<T>(ready_w_values, dense_b_values, 2 * section)};
     call.negative_slope = static_cast<T>(negative_slope);
+    if (!gates) {
+      call.out_by_expert = out.stride(0);
+      call.out_by_image = out.stride(1);
+    }
     if (gates) {
       call.gates = data<T>(*dense_gates);
       call.gates_per_expert = gates->size(2);
@@ -212,11 +225,11 @@ Tensor expert_attention(const Tensor& patches, const Tensor& w_embed, const Tens
   return attend("expert_attention", patches, w_embed, b_embed, w_qkv, b_qkv, nullptr, nullptr, gates, negative_slope);
 }
 
-Tensor folded_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_scores,
-                        const Tensor& b_scores, const Tensor& w_values, const Tensor& b_values,
-                        const std::optional<Tensor>& gates, double negative_slope) {
-  return attend("folded_attention", patches, w_embed, b_embed, w_scores, b_scores, &w_values, &b_values, gates,
-                negative_slope);
+void folded_attention(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed, const Tensor& w_scores,
+                      const Tensor& b_scores, const Tensor& w_values, const Tensor& b_values,
+                      const std::optional<Tensor>& gates, double negative_slope, const Tensor& out) {
+  attend("folded_attention", patches, w_embed, b_embed, w_scores, b_scores, &w_values, &b_values, gates, negative_slope,
+         &out);
 }
 
 }  // namespace levit

@@ -37,6 +37,7 @@ struct Call {
   const T* gates = nullptr;             // [B or 1, K, H or 1]
   int64_t gates_per_image = 0, gates_per_expert = 0;
   T negative_slope = 0;
+  int64_t out_by_expert = 0, out_by_image = 0;  // of the output [K, B, N, E]; its [N, E] are dense
 
   int64_t query_depth() const { return folded ? width : depth; }
   int64_t features() const { return heads * depth; }

@@ -199,12 +199,12 @@ struct Kernel : private Products<T, kWidth> {
     if (call.gates) return;
     for (int64_t i = 0; i < count; ++i) {
       write(room.sums + i * section * padded, section, tokens, padded,
-            out + (k * call.batch + images[i]) * tokens * section);
+            out + k * call.out_by_expert + images[i] * call.out_by_image);
     }
   }
 
   // Some experts on some images, chunk after chunk; in a chunk one expert after the other, so that its weights stay in
-  // L2. out is [K, B, N, E], or [B, N, E] with gates.
+  // L2. out is [K, B, N, E], or with gates [B, N, E], dense.
   static LEVIT_INLINE void run(const Call<T>& call, Range images, Range experts, T* out) {
     const int64_t tokens = call.tokens, padded = round_up(tokens, kWidth), features = call.features();
     const int64_t together = images_per_tile(tokens, kWidth), lanes = round_up(together * tokens, kWidth);

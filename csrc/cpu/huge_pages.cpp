@@ -18,7 +18,12 @@ bool huge_pages(const Tensor& buffer) {
   const auto begin = reinterpret_cast<uintptr_t>(buffer.data_ptr());
   const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
   const uintptr_t last = (begin + buffer.numel() * buffer.element_size()) / kPage * kPage;
-  return first < last && madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE) == 0;
+  if (first >= last || madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE) != 0) return false;
+  // A buffer from the heap may lie on small pages that served before; they are joined here, the others when first used.
+  // Older systems than Linux 6.1 refuse, and join them in time.
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack
+  madvise(reinterpret_cast<void*>(first), last - first, kCollapse);
+  return true;
 #else
   return false;
 #endif

@@ -40,14 +40,22 @@ def expert_attention(
 
 
 def folded_attention(
-    patches: torch.Tensor, weights: FoldedWeights, gates: torch.Tensor | None, negative_slope: float
+    patches: torch.Tensor,
+    weights: FoldedWeights,
+    gates: torch.Tensor | None,
+    negative_slope: float,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """See levit_kernels.folded_attention."""
     tensors = (patches, *weights)
     if gates is not None:
         sums = torch.promote_types(patches.dtype, gates.dtype)
         tensors, gates = tuple(x.to(sums) for x in tensors), gating.expand(gates).to(sums)
-    return torch.ops.levit_native.folded_attention(*tensors, gates, negative_slope)
+    if out is None:
+        sizes = (*tensors[0].shape[:2], weights.b_values[0].numel())
+        out = tensors[0].new_empty(sizes if gates is not None else (len(weights.b_values), *sizes))
+    torch.ops.levit_native.folded_attention(*tensors, gates, negative_slope, out)
+    return out
 
 
 def expert_attention_train(

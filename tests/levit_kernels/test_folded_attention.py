@@ -93,6 +93,24 @@ def test_any_number_of_threads_and_float64_gates():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", SIZES)
+def test_outputs_go_where_they_are_kept(name, backend):
+    if backend == "cpu" and not NATIVE:
+        pytest.skip(f"native kernels: {cpu.unavailable()}")
+    args = arguments(name)
+    weights, expected = fold(*args[1:]), expert_attention_reference(*args)
+    experts, images, *rest = expected.shape
+    store = torch.full((images + 3, experts + 1, *rest), torch.nan, dtype=expected.dtype)
+    place = store[2:-1, :-1].transpose(0, 1)
+    with use_backend(backend):
+        found = folded_attention(args[0], weights, out=place)
+    assert found is place
+    torch.testing.assert_close(place, expected, rtol=1e-11, atol=1e-11)
+    place.fill_(torch.nan)
+    assert store.isnan().all(), "written beside its place"
+
+
 @pytest.mark.skipif(not NATIVE, reason=f"native kernels: {cpu.unavailable()}")
 def test_values_are_read_where_they_lie_between_queries_and_keys():
     args = arguments("published")
@@ -120,6 +138,14 @@ def test_refusals():
         folded_attention(patches, folded._replace(b_values=folded.b_values.float()))
     with pytest.raises(ValueError, match="folded_attention: negative_slope must be finite and >= 0, got -1"):
         folded_attention(patches, folded, negative_slope=-1)
+    found = folded_attention(patches, folded)
+    with pytest.raises(ValueError, match="folded_attention: out must be None where gates are given"):
+        folded_attention(patches, folded, torch.ones(3).double(), out=found)
+    with pytest.raises(TypeError, match="folded_attention: out must be torch.float64 like patches"):
+        folded_attention(patches, folded, out=found.float())
+    for wrong in (found[:, :, 1:], found[:, :-1], found.mT.contiguous().mT, found[..., :1].expand_as(found)):
+        with pytest.raises(ValueError, match="folded_attention: out must (be|have)"):
+            folded_attention(patches, folded, out=wrong)
 
 
 def test_op_cases_fold_too():
