@@ -67,6 +67,8 @@ class EvalArguments:
     """Test images, of each experience in proportion; None means all."""
     routing: Literal["vae", "shared", "fused"] | None = None
     """Route by another rule than the run's. Routing never changes what is learned."""
+    prior: Literal["none", "shared"] | None = None
+    """Take labels from another rule than the run's; `shared` needs a run that was trained with it."""
     by_task: bool = False
     """Also the protocol that tells the model which images belong together; shown as `by-task (leaks)`."""
     json: bool = False

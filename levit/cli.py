@@ -135,7 +135,7 @@ def _eval(arguments: list[str]) -> int:
     if data.sha256 != config["data"]["sha256"]:
         raise RunError(f"{run.path}: trained on other data than {data.source} (sha256 {data.sha256} differs)")
     stream = family_of(config["preset"]).test_stream(cfg, data, test_limit=args.test_limit)
-    model, seen = load_model(run, args.device, args.routing), run.load_checkpoint()["progress"]["seen"]
+    model, seen = load_model(run, args.device, args.routing, args.prior), run.load_checkpoint()["progress"]["seen"]
     result = evaluate(model, stream, args.device, args.by_task, seen if model.num_experts > 1 else None)
     if args.json:
         print(json.dumps(result))

@@ -63,6 +63,8 @@ class LEViTConfig:
     """Who chooses an image's expert: its VAE loss (as published), a streaming LDA in a shared space, or both."""
     shared_filters: int = 100
     """Filters of the shared space (8 features each), for routing `shared` and `fused` and for method slda."""
+    prior: Literal["none", "shared"] = "none"
+    """What an expert's label rests on: its own logits, or those and the shared space's as a prior (`levit.routing`)."""
     calibration: bool = False
     """Keep what predict needs to calibrate its confidence and to flag what no expert knows (`levit.examples`)."""
 
@@ -154,6 +156,9 @@ class LEViTConfig:
         _choice(self, "fusion", ("sum", "concat"))
         _choice(self, "vae", ("mlp", "conv"))
         _choice(self, "routing", ("vae", "shared", "fused"))
+        _choice(self, "prior", ("none", "shared"))
+        shared = self.prior == "none" or self.routing != "vae"
+        _expect(shared, "prior", "'none', for routing 'vae', which keeps no shared space", self.prior)
         _expect(isinstance(self.calibration, bool), "calibration", "True or False", self.calibration)
         _choice(self, "gating", ("learned", "fixed", "none"))
         _choice(self, "gate_per", ("expert", "head"))

@@ -34,7 +34,7 @@ class Examples(nn.Module):
     """The table of rows, and what is fitted on it. Only buffers.
 
     Args:
-        cfg: its `num_classes` and `route_samples`.
+        cfg: its `num_classes`, `route_samples` and `prior`.
         experts: K, more come with `add_expert`.
     """
 
@@ -47,6 +47,9 @@ class Examples(nn.Module):
         self.register_buffer("scores", torch.full((experts, ROWS, experts, 2), -torch.inf))
         self.register_buffer("logits", torch.zeros(experts, ROWS, cfg.num_classes))
         self.register_buffer("labels", torch.full((experts, ROWS), -1))
+        # Class logits of the shared space as they were then; −∞ for classes not seen by then.
+        shape = (experts, ROWS, cfg.num_classes)
+        self.register_buffer("shared_logits", torch.full(shape, -torch.inf) if cfg.prior == "shared" else None)
 
     def add_expert(self) -> None:
         """Make room for one more expert's rows, and for its scores in them."""
@@ -57,6 +60,9 @@ class Examples(nn.Module):
         self.taken = torch.cat([self.taken, self.taken.new_zeros(1)])
         self.logits = torch.cat([self.logits, self.logits.new_zeros(1, *self.logits.shape[1:])])
         self.labels = torch.cat([self.labels, self.labels.new_full((1, ROWS), -1)])
+        if self.shared_logits is not None:
+            unknown = torch.full_like(self.shared_logits[:1], -torch.inf)
+            self.shared_logits = torch.cat([self.shared_logits, unknown])
 
     def due(self, count: int) -> range:
         """Which of the next `count` images of the stream to look at; they count as seen."""
@@ -66,16 +72,20 @@ class Examples(nn.Module):
         return range(start, count, every)
 
     @torch.no_grad()
-    def add(self, expert: int, scores: Tensor, logits: Tensor, labels: Tensor) -> None:
+    def add(
+        self, expert: int, scores: Tensor, logits: Tensor, labels: Tensor, shared_logits: Tensor | None = None
+    ) -> None:
         """Rows of images that `expert` is about to learn from: scores [b, K, 2], its logits [b, classes], labels [b].
 
-        The oldest rows of the expert make room.
+        With prior `shared` the shared space's logits [b, classes] too. The oldest rows of the expert make room.
         """
         scores, logits, labels = scores[-ROWS:], logits[-ROWS:], labels[-ROWS:]
         slots = (int(self.taken[expert]) + torch.arange(len(labels), device=labels.device)) % ROWS
         self.scores[expert, slots] = scores
         self.logits[expert, slots] = logits
         self.labels[expert, slots] = labels
+        if self.shared_logits is not None:
+            self.shared_logits[expert, slots] = shared_logits[-ROWS:]
         self.taken[expert] += len(labels)
 
     def slopes(self, used: list[int], class_counts: Tensor) -> Tensor | None:
@@ -94,6 +104,19 @@ class Examples(nn.Module):
         slopes = torch.zeros(2, dtype=torch.float64, device=own.device)
         slopes[used] = fit_slopes(scores[rows], own[rows])
         return slopes
+
+    def label_slopes(self, class_counts: Tensor) -> Tensor | None:
+        """How much an expert's logits and the shared space's say about the label of its image, [2]; None: too few rows.
+
+        By maximum likelihood of the label, softmax over the classes that the expert learned and the space knew then.
+        """
+        known = self.shared_logits.isfinite() & (class_counts > 0)[:, None]
+        rows = self._usable(class_counts) & (self.labels >= 0) & (known.sum(-1) > 1)
+        rows &= known.gather(2, self.labels.clamp(min=0)[..., None])[..., 0]
+        if rows.sum() < ENOUGH:
+            return None
+        scores = torch.stack([self.logits[rows], self.shared_logits[rows]], dim=-1)
+        return fit_slopes(scores.masked_fill(~known[rows][..., None], -torch.inf), self.labels[rows])
 
     def sharpness(self, class_counts: Tensor) -> float:
         """1/T: the factor that makes an expert's softmax as likely as it can be on the labels; 1 with too few rows."""

@@ -70,10 +70,12 @@ class RoutedInference(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """[B, C, S, S] → logits [B, num_classes]."""
         model = self.model
-        features = model.features(images)
+        features, routes = model.features(images), model.route(images)
         logits = [expert.head(model.fuse(features[:, : k + 1])) for k, expert in enumerate(model.experts)]
-        routes = model.route(images)
-        return torch.stack(logits, dim=1).gather(1, routes[:, None, None].expand(-1, 1, model.cfg.num_classes))[:, 0]
+        own = torch.stack(logits, dim=1).gather(1, routes[:, None, None].expand(-1, 1, model.cfg.num_classes))[:, 0]
+        if model.router is None:
+            return own
+        return model.router.with_prior(own, model.router.class_logits(images), routes)
 
 
 def export_program(model: LEViT) -> torch.export.ExportedProgram:

@@ -27,10 +27,12 @@ def run_config(run: RunDirectory) -> LEViTConfig:
         raise RunError(f"{run / 'config.json'}: not a configuration of this version of levit ({error})") from error
 
 
-def load_model(run: RunDirectory, device: str = "cpu", routing: str | None = None) -> nn.Module:
+def load_model(
+    run: RunDirectory, device: str = "cpu", routing: str | None = None, prior: str | None = None
+) -> nn.Module:
     """The model of a run's latest checkpoint; `RunError` where there is none or it does not fit.
 
-    With `routing` it routes by another rule than the run's; `ValueError` where the run kept no shared space for it.
+    With `routing` or `prior` it answers by another rule than the run's; `ValueError` where the run kept nothing for it.
     """
     cfg = run_config(run)
     state = run.load_checkpoint()
@@ -42,11 +44,12 @@ def load_model(run: RunDirectory, device: str = "cpu", routing: str | None = Non
         model.load_state_dict(state["learner"]["model"])
     except (KeyError, ValueError, RuntimeError) as error:
         raise RunError(f"{run / 'checkpoint.pt'}: does not fit the run's configuration ({error})") from error
-    if routing is not None and routing != getattr(cfg, "routing", None):
-        router = getattr(model, "router", None)
-        if router is None:
-            raise ValueError(f"routing: {run.path} kept nothing to route by but what it was trained with")
-        router.switch(routing)
+    for field, rule in (("routing", routing), ("prior", prior)):
+        if rule is not None and rule != getattr(cfg, field, None):
+            router = getattr(model, "router", None)
+            if router is None:
+                raise ValueError(f"{field}: {run.path} kept nothing to answer by but what it was trained with")
+            router.switch(**{field: rule})
     return model
 
 

@@ -81,12 +81,6 @@ class LEViT(reference.LEViT):
             losses = torch.cat([elbo_loss(pixels, *self.knowledge.vae(self.frozen), self.cfg.beta, noise), losses], 1)
         return losses
 
-    def route(self, images: Tensor) -> Tensor:
-        images = self.check_images(images)
-        if self.router is None:
-            return self.elbo_loss(images).argmin(dim=1)
-        return self.router.route_sparingly(images, self.elbo_loss, self.expert_elbo_loss)
-
     def expert_elbo_loss(self, images: Tensor, k: int) -> Tensor:
         """Column k of `elbo_loss`, [B, C, S, S] → [B]."""
         noise = self._route_noise()
@@ -162,6 +156,11 @@ class LEViT(reference.LEViT):
             encoded = [expert.vae.encode(images) for expert in self.frozen]
             return torch.stack([mu + log_sigma.exp() * e for (mu, log_sigma), e in zip(encoded, noise, strict=True)])
         return vae_codes(images.flatten(1), self.knowledge.vae(self.frozen).encoder, noise)
+
+    def _choose(self, images: Tensor, class_logits: Tensor | None) -> Tensor:
+        if self.router is None:
+            return super()._choose(images, class_logits)
+        return self.router.route_sparingly(images, self.elbo_loss, self.expert_elbo_loss, class_logits)
 
     def _active_codes(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.cfg.vae != "mlp" or torch.is_grad_enabled():

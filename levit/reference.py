@@ -170,9 +170,7 @@ class LEViT(nn.Module):
     def route(self, images: Tensor) -> Tensor:
         """k*(x) per sample, [B, C, S, S] → [B] int64: argmin_k VAE loss_k(x) [P], or as `levit.routing` has it."""
         images = self.check_images(images)
-        if self.router is None:
-            return self.elbo_loss(images).argmin(dim=1)
-        return self.router.route(images, self.elbo_loss)
+        return self._choose(images, self._class_logits(images))
 
     def observe(self, images: Tensor, labels: Tensor, expert: int) -> None:
         """Let routing and calibration take in a batch of the stream, before `expert` learns from it.
@@ -202,13 +200,13 @@ class LEViT(nn.Module):
         """
         images = self.check_images(images)
         if self.router is None or not self.cfg.calibration:
-            routes = self.route(images)
-            confidence, label = self.apply_experts(images, routes).softmax(1).max(1)
+            logits, routes = self.answer(images)
+            confidence, label = logits.softmax(1).max(1)
             return Prediction(label, routes, confidence, torch.ones_like(label, dtype=torch.bool))
-        losses = self.elbo_loss(images)
-        scores, plan = self.router.scores(images, lambda _: losses), self.router.plan()
+        losses, class_logits = self.elbo_loss(images), self._class_logits(images)
+        scores, plan = self.router.scores(images, lambda _: losses, class_logits), self.router.plan()
         routes = scores.argmax(1)
-        logits = self.apply_experts(images, routes)
+        logits = self.router.with_prior(self.apply_experts(images, routes), class_logits, routes)
         label = logits.argmax(1)  # of the logits: where they were of no use so far, the sharpness is 0
         confidence = (plan.sharpness * logits).softmax(1).gather(1, label[:, None])[:, 0]
         if plan.fitted:
@@ -216,14 +214,19 @@ class LEViT(nn.Module):
         return Prediction(label, routes, confidence, (losses.log() <= plan.known_limits).any(1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Equation 9, routed per sample: expert k*(x) with its own gates; [B, C, S, S] → logits [B, num_classes]."""
+        """Equation 9, routed per sample: expert k*(x) with its own gates; [B, C, S, S] → logits [B, num_classes].
+
+        With `cfg.prior` the label's log-probabilities up to a constant, −∞ for classes the expert never saw.
+        """
         return self.answer(images)[0]
 
     def answer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` and `route` say of images [B, C, S, S], at the cost of one: logits [B, num_classes], [B]."""
         images = self.check_images(images)
-        routes = self.route(images)
-        return self.apply_experts(images, routes), routes
+        class_logits = self._class_logits(images)
+        routes = self._choose(images, class_logits)
+        logits = self.apply_experts(images, routes)
+        return logits if self.router is None else self.router.with_prior(logits, class_logits, routes), routes
 
     def apply_experts(self, images: Tensor, routes: Tensor) -> Tensor:
         """Equation 9 with each image's expert given: [B, C, S, S] and [B] → logits [B, num_classes]."""
@@ -389,6 +392,15 @@ class LEViT(nn.Module):
     def _vae_training_loss(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
         noise = normal((len(images), self.cfg.latent_dim), images, generator)
         return self.active.vae.loss(images, noise).mean()
+
+    def _class_logits(self, images: Tensor) -> Tensor | None:
+        """What the shared space says, once for route and label; None where nothing asks for it."""
+        return None if self.router is None else self.router.class_logits(images)
+
+    def _choose(self, images: Tensor, class_logits: Tensor | None) -> Tensor:
+        if self.router is None:
+            return self.elbo_loss(images).argmin(dim=1)
+        return self.router.route(images, self.elbo_loss, class_logits)
 
     def _route_noise(self) -> Tensor | None:
         """The fixed ε [S, L] of sampled routing; None where the mean code is taken."""

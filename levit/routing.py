@@ -5,6 +5,12 @@
 c's images that expert k learned from (a class may span experts).
 `fused` is argmax_k a·log p(k | x) − b·VAE loss_k(x), with a, b ≥ 0 by logistic regression on `levit.examples`.
 
+What label the chosen expert gives an image is the largest of its own logits, or, with `prior="shared"`, of
+s1·logit_kc + s2·LDA_c over the classes c that expert k has learned, with s1, s2 ≥ 0 fitted on the same examples. Over
+those alone, because an example is its own expert's image: that another class is unlikely then says nothing about an
+image which came to the wrong expert, and which expert it is has been decided, with the LDA's advice, before. Too few
+examples: as without a prior.
+
 Every rule looks at one image alone and draws no random number. Until there is enough to go by (`SharedSpace` has its
 filters and a class; `fused` has its slopes), images are routed by `vae`.
 """
@@ -54,7 +60,7 @@ class Plan:
     fitted: bool = False
     """Whether the softmax of the scores is a probability: a and b come from examples."""
     features: PatchFeatures | None = None
-    """None where a is 0; the next three then too."""
+    """None where a is 0 and there is no prior; the next three then too."""
     weights: Tensor | None = None
     """[D, classes]"""
     bias: Tensor | None = None
@@ -62,7 +68,11 @@ class Plan:
     expert_of_class: Tensor | None = None
     """p(k | c), [classes, K]"""
     sharpness: float = 1.0
-    """Factor of an expert's logits (1/temperature)."""
+    """Factor of an expert's logits (1/temperature); 1 with a prior, which has its own."""
+    prior: tuple[float, float] | None = None
+    """s1 and s2 of the label's score s1·logit_kc + s2·LDA_c; None where the logits alone decide."""
+    candidates: Tensor | None = None
+    """[K, classes] bool, which classes an expert chooses from with a prior."""
     known_limits: Tensor | None = None
     """[K], `Examples.known_limits`"""
 
@@ -80,9 +90,10 @@ class Router(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.shared = SharedSpace(cfg, waiting) if cfg.routing != "vae" else None
-        self.examples = Examples(cfg, experts) if cfg.routing == "fused" or cfg.calibration else None
+        fits = cfg.routing == "fused" or cfg.calibration or cfg.prior != "none"
+        self.examples = Examples(cfg, experts) if fits else None
         self.register_buffer("class_counts", torch.zeros(experts, cfg.num_classes, dtype=torch.int64))
-        self.routing = cfg.routing
+        self.routing, self.prior = cfg.routing, cfg.prior
         self._plan: Plan | None = None
 
     @classmethod
@@ -106,8 +117,10 @@ class Router(nn.Module):
         self._plan = None
         if self.examples is not None and (due := list(self.examples.due(len(images)))):
             probes, known = images[due], labels[due]
-            scores = torch.stack([self._held_out_log_probs(probes, known), -model.elbo_loss(probes)], dim=-1)
-            self.examples.add(expert, scores, model.forward_expert(probes, expert), known)
+            recent = None if self.shared is None else self.shared.recent_logits(probes)
+            log_p = self._held_out_log_probs(recent, known)
+            scores = torch.stack([log_p, -model.elbo_loss(probes)], dim=-1)
+            self.examples.add(expert, scores, model.forward_expert(probes, expert), known, recent)
         if self.shared is not None:
             self.shared.observe(images, labels)
         self.class_counts[expert] += self._count(labels)
@@ -121,26 +134,41 @@ class Router(nn.Module):
     def _count(self, labels: Tensor) -> Tensor:
         return torch.bincount(labels[labels >= 0], minlength=self.cfg.num_classes)
 
-    def switch(self, routing: str) -> None:
-        """Route by another rule than the configuration's from now on; what is learned and saved stays the same.
+    def switch(self, routing: str | None = None, prior: str | None = None) -> None:
+        """Answer by another rule than the configuration's from now on; what is learned and saved stays the same.
 
         Raises:
-            ValueError: no such rule, or one that needs a shared space, which this router does not keep.
+            ValueError: no such rule, or one that needs a shared space or its examples, which this router does not keep.
         """
+        routing, prior = routing or self.routing, prior or self.prior
         possible = ("vae", "shared", "fused") if self.shared is not None else ("vae",)
         if routing not in possible:
             raise ValueError(f"routing: expected {' or '.join(possible)} of this model, got {routing!r}")
-        self.routing, self._plan = routing, None
+        possible = ("none",) if self.cfg.prior == "none" else ("none", "shared")
+        if prior not in possible:
+            raise ValueError(f"prior: expected {' or '.join(possible)} of this model, got {prior!r}")
+        self.routing, self.prior, self._plan = routing, prior, None
 
-    def route(self, images: Tensor, vae_losses: Callable[[Tensor], Tensor]) -> Tensor:
+    def class_logits(self, images: Tensor) -> Tensor | None:
+        """What the shared space says of images, [B, C, S, S] → [B, classes]; None where nothing asks for it.
+
+        Both the choice of an expert and the label rest on it; the methods below take it, where it is known already.
+        """
+        plan = self.plan()
+        return None if plan.features is None else plan.features(images) @ plan.weights + plan.bias
+
+    def route(
+        self, images: Tensor, vae_losses: Callable[[Tensor], Tensor], class_logits: Tensor | None = None
+    ) -> Tensor:
         """The expert of each image, [B, C, S, S] → [B]; `vae_losses` gives [B, K] and is asked only if needed."""
-        return self.scores(images, vae_losses).argmax(dim=1)
+        return self.scores(images, vae_losses, class_logits).argmax(dim=1)
 
     def route_sparingly(
         self,
         images: Tensor,
         vae_losses: Callable[[Tensor], Tensor],
         expert_vae_loss: Callable[[Tensor, int], Tensor],
+        class_logits: Tensor | None = None,
     ) -> Tensor:
         """`route`, with no more VAE losses than decide; `expert_vae_loss` gives those of one expert, [B].
 
@@ -148,9 +176,9 @@ class Router(nn.Module):
         VAEs in the order of these bounds, until none exceeds the best score so far.
         """
         plan = self.plan()
-        if plan.features is None or not plan.vae:
-            return self.route(images, vae_losses)
-        bounds = self._shared_scores(images, plan)
+        if not plan.shared or not plan.vae:
+            return self.route(images, vae_losses, class_logits)
+        bounds = self._shared_scores(images, plan, class_logits)
         order = bounds.argsort(dim=1, descending=True)
         scores = torch.full_like(bounds, -torch.inf)
         for asked in order.unbind(1):
@@ -163,16 +191,29 @@ class Router(nn.Module):
                 scores[rows, k] = bounds[rows, k] - plan.vae * expert_vae_loss(images[rows], k)
         return scores.argmax(1)
 
-    def scores(self, images: Tensor, vae_losses: Callable[[Tensor], Tensor]) -> Tensor:
+    def scores(
+        self, images: Tensor, vae_losses: Callable[[Tensor], Tensor], class_logits: Tensor | None = None
+    ) -> Tensor:
         """a·log p(k | x) − b·VAE loss_k(x): [B, C, S, S] → [B, K]."""
         plan = self.plan()
-        scores = 0.0 if plan.features is None else self._shared_scores(images, plan)
+        scores = self._shared_scores(images, plan, class_logits) if plan.shared else 0.0
         return scores - plan.vae * vae_losses(images) if plan.vae else scores
 
-    @staticmethod
-    def _shared_scores(images: Tensor, plan: Plan) -> Tensor:
-        log_p = expert_log_probs(plan.features(images) @ plan.weights + plan.bias, plan.expert_of_class)
-        return plan.shared * log_p
+    def _shared_scores(self, images: Tensor, plan: Plan, class_logits: Tensor | None) -> Tensor:
+        class_logits = self.class_logits(images) if class_logits is None else class_logits
+        return plan.shared * expert_log_probs(class_logits, plan.expert_of_class)
+
+    def with_prior(self, logits: Tensor, class_logits: Tensor | None, routes: Tensor) -> Tensor:
+        """What labels rest on: the chosen experts' logits [B, classes], or s1·logits + s2·LDA, −∞ where not learned.
+
+        `class_logits` are this router's of the same images, `routes` [B] who was chosen.
+        """
+        plan = self.plan()
+        if plan.prior is None:
+            return logits
+        candidates, (own, shared) = plan.candidates[routes], plan.prior
+        joined = own * logits + shared * class_logits.masked_fill(~candidates, 0.0)
+        return joined.masked_fill(~candidates, -torch.inf)
 
     def plan(self) -> Plan:
         """Solve and fit what routing and prediction need; kept until the next `observe`."""
@@ -192,21 +233,33 @@ class Router(nn.Module):
             a, b = slopes.tolist()
         else:
             a, b = (1.0, 0.0) if serves and routing == "shared" else (0.0, 1.0)
-        solved = (shared.features, *shared.lda.solve(), self._expert_of_class()) if a else (None,) * 4
+        prior = self._prior() if serves else None
+        asked = a or prior is not None
+        solved = (shared.features, *shared.lda.solve(), self._expert_of_class()) if asked else (None,) * 4
         if self.examples is None:
             return Plan(a, b, fitted, *solved)
-        sharpness, limits = self.examples.sharpness(self.class_counts), self.examples.known_limits(self.class_counts)
-        return Plan(a, b, fitted, *solved, sharpness, limits)
+        sharpness = self.examples.sharpness(self.class_counts) if prior is None else 1.0
+        candidates = None if prior is None else self._candidates()
+        return Plan(a, b, fitted, *solved, sharpness, prior, candidates, self.examples.known_limits(self.class_counts))
+
+    def _prior(self) -> tuple[float, float] | None:
+        slopes = self.examples.label_slopes(self.class_counts) if self.prior == "shared" else None
+        return tuple(slopes.tolist()) if slopes is not None and bool(slopes.any()) else None
+
+    def _candidates(self) -> Tensor:
+        """What each expert has learned; all that is known where it saw no label. The space knows all of these."""
+        learned = self.class_counts > 0
+        return torch.where(learned.any(1, keepdim=True), learned, self.shared.lda.counts > 0)
 
     def _expert_of_class(self) -> Tensor:
         counts = self.class_counts.T.to(self.shared.recent_bias.dtype)
         return counts / counts.sum(1, keepdim=True).clamp(min=1)
 
-    def _held_out_log_probs(self, images: Tensor, labels: Tensor) -> Tensor:
+    def _held_out_log_probs(self, class_logits: Tensor | None, labels: Tensor) -> Tensor:
         """log p(k | x) by what was seen a while ago, [b, K]; −∞ where the image's class was not seen then."""
-        if self.shared is None:
-            return images.new_full((len(images), len(self.examples.taken)), -torch.inf)
-        log_p = expert_log_probs(self.shared.recent_logits(images), self._expert_of_class())
+        if class_logits is None:
+            return self.examples.scores.new_full((len(labels), len(self.examples.taken)), -torch.inf)
+        log_p = expert_log_probs(class_logits, self._expert_of_class())
         seen = (labels >= 0) & self.shared.recent_bias.isfinite()[labels]
         return log_p.masked_fill(~seen[:, None], -torch.inf)
 

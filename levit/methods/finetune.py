@@ -66,4 +66,5 @@ class Finetune:
 
 def single_expert(cfg: LEViTConfig) -> LEViT:
     """The model that `Finetune` trains: expert 0 of this configuration and seed, never another."""
-    return LEViT(dataclasses.replace(cfg, max_experts=1, gating="none", routing="vae", calibration=False))
+    alone = dict(max_experts=1, gating="none", routing="vae", prior="none", calibration=False)
+    return LEViT(dataclasses.replace(cfg, **alone))
