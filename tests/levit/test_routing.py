@@ -60,9 +60,9 @@ def stream_of(cfg, batches):
     return images.numpy(), labels.numpy(), np.arange(len(labels)) // 20  # the expert that learned from each
 
 
-def oracle_log_probs(router, cfg, batches, query):
-    """log p(k | x) of NumPy images, from the stream itself."""
-    images, labels, experts = stream_of(cfg, batches)
+def oracle_class_logits(router, cfg, batches, query):
+    """The shared space's logits of NumPy images [B, classes], from the stream itself."""
+    images, labels, _ = stream_of(cfg, batches)
     features = router.shared.features
     both = np.concatenate([images[:FIRST], images, query])
     space = oracle_features(both, features, cfg.seed, cfg.shared_filters, fit=FIRST)
@@ -72,7 +72,14 @@ def oracle_log_probs(router, cfg, batches, query):
     within = (rows - means[labels]).T @ (rows - means[labels]) / len(rows)
     within = (1 - SHRINKAGE) * within + SHRINKAGE * np.trace(within) / len(within) * np.eye(len(within))
     weights = np.linalg.solve(within, means.T)
-    p_class = softmax(query @ weights - 0.5 * (means.T * weights).sum(0))
+    return query @ weights - 0.5 * (means.T * weights).sum(0)
+
+
+def oracle_log_probs(router, cfg, batches, query):
+    """log p(k | x) of NumPy images, from the stream itself."""
+    _, labels, experts = stream_of(cfg, batches)
+    classes = np.arange(cfg.num_classes)
+    p_class = softmax(oracle_class_logits(router, cfg, batches, query))
     counts = np.array(
         [[np.sum((labels == c) & (experts == k)) for k in range(len(router.class_counts))] for c in classes]
     )
