@@ -157,7 +157,7 @@ class LEViT(reference.LEViT):
             return torch.stack([mu + log_sigma.exp() * e for (mu, log_sigma), e in zip(encoded, noise, strict=True)])
         return vae_codes(images.flatten(1), self.knowledge.vae(self.frozen).encoder, noise)
 
-    def _choose(self, images: Tensor, class_logits: Tensor | None) -> Tensor:
+    def _choose(self, images: Tensor, class_logits: Tensor | None = None) -> Tensor:
         if self.router is None:
             return super()._choose(images, class_logits)
         return self.router.route_sparingly(images, self.elbo_loss, self.expert_elbo_loss, class_logits)

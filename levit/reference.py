@@ -170,7 +170,7 @@ class LEViT(nn.Module):
     def route(self, images: Tensor) -> Tensor:
         """k*(x) per sample, [B, C, S, S] → [B] int64: argmin_k VAE loss_k(x) [P], or as `levit.routing` has it."""
         images = self.check_images(images)
-        return self._choose(images, self._class_logits(images))
+        return self._choose(images)
 
     def observe(self, images: Tensor, labels: Tensor, expert: int) -> None:
         """Let routing and calibration take in a batch of the stream, before `expert` learns from it.
@@ -203,7 +203,7 @@ class LEViT(nn.Module):
             logits, routes = self.answer(images)
             confidence, label = logits.softmax(1).max(1)
             return Prediction(label, routes, confidence, torch.ones_like(label, dtype=torch.bool))
-        losses, class_logits = self.elbo_loss(images), self._class_logits(images)
+        losses, class_logits = self.elbo_loss(images), self.router.class_logits(images)
         scores, plan = self.router.scores(images, lambda _: losses, class_logits), self.router.plan()
         routes = scores.argmax(1)
         logits = self.router.with_prior(self.apply_experts(images, routes), class_logits, routes)
@@ -223,10 +223,12 @@ class LEViT(nn.Module):
     def answer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` and `route` say of images [B, C, S, S], at the cost of one: logits [B, num_classes], [B]."""
         images = self.check_images(images)
-        class_logits = self._class_logits(images)
+        if self.router is None or self.router.plan().prior is None:
+            routes = self.route(images)
+            return self.apply_experts(images, routes), routes
+        class_logits = self.router.class_logits(images)  # once, for the choice and for the label
         routes = self._choose(images, class_logits)
-        logits = self.apply_experts(images, routes)
-        return logits if self.router is None else self.router.with_prior(logits, class_logits, routes), routes
+        return self.router.with_prior(self.apply_experts(images, routes), class_logits, routes), routes
 
     def apply_experts(self, images: Tensor, routes: Tensor) -> Tensor:
         """Equation 9 with each image's expert given: [B, C, S, S] and [B] → logits [B, num_classes]."""
@@ -393,11 +395,8 @@ class LEViT(nn.Module):
         noise = normal((len(images), self.cfg.latent_dim), images, generator)
         return self.active.vae.loss(images, noise).mean()
 
-    def _class_logits(self, images: Tensor) -> Tensor | None:
-        """What the shared space says, once for route and label; None where nothing asks for it."""
-        return None if self.router is None else self.router.class_logits(images)
-
-    def _choose(self, images: Tensor, class_logits: Tensor | None) -> Tensor:
+    def _choose(self, images: Tensor, class_logits: Tensor | None = None) -> Tensor:
+        """`route`, where the shared space's class logits [B, classes] may be known already."""
         if self.router is None:
             return self.elbo_loss(images).argmin(dim=1)
         return self.router.route(images, self.elbo_loss, class_logits)
