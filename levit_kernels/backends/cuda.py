@@ -17,25 +17,27 @@ from torch.utils._pytree import tree_leaves
 from ..cuda.runtime import OLDEST, TYPES, current, substituted
 from .registry import Backend, device_of, forced
 
-_MODULES = {
-    "expert_attention": "expert_attention",
-    "dkf_fuse": "dkf_fuse",
-    "latent_distance": "latent_distance",
-    "elbo_loss": "vae",
-    "expansion_distances": "vae",
-    "vae_codes": "vae_codes",
+_FUNCTIONS = {
+    "expert_attention": ("expert_attention", "expert_attention_backward"),
+    "dkf_fuse": ("dkf_fuse", "dkf_fuse_backward"),
+    "latent_distance": ("latent_distance", "latent_distance_backward"),
+    "vae": ("elbo_loss", "elbo_loss_backward", "expansion_distances", "expansion_distances_backward"),
+    "vae_codes": ("vae_codes",),
+    "task_attention": ("task_attention",),
+    "task_attention_backward": ("task_attention_backward",),
 }
+_MODULES = {op: module for module, ops in _FUNCTIONS.items() for op in ops}
 
 
 def _module(op: str) -> Any:
-    return importlib.import_module(f"levit_kernels.cuda.{_MODULES[op.removesuffix('_backward')]}")
+    return importlib.import_module(f"levit_kernels.cuda.{_MODULES[op]}")
 
 
 def _kernel(op: str) -> Callable[..., Any]:
     return lambda *args: getattr(_module(op), op)(*args)
 
 
-OPS = {name: _kernel(name) for op in _MODULES for name in (op, f"{op}_backward") if name != "vae_codes_backward"}
+OPS = {op: _kernel(op) for op in _MODULES}
 
 
 def unavailable() -> str | None:
