@@ -2,7 +2,7 @@
 // softmax with each token's own score, and the sum of values. A block holds the scores of its queries; keys and values
 // stream past in tiles, the next one under way while this one is used.
 //
-// No tensor cores: with the CIFAR preset's 50 tokens attention is an eighth of a call's operations (4 T D of every patch,
+// No tensor cores: with the CIFAR preset's 50 tokens attention is an eighth of a call's operations (4 T D of a patch,
 // against 4 D D for its keys and values), with few tokens less. In half precision that eighth takes about as long as
 // the products on tensor cores do; in float32 it does not matter.
 #pragma once
