@@ -29,17 +29,18 @@ from levit_kernels.cuda import latent_distance, task_attention
 from levit_kernels.cuda.runtime import substitute
 
 class Short(Emulator):
-    def source(self, tensor):
-        return super().source(tensor if tensor is None else tensor.flatten()[:-1])
+    def source(self, tensor):  # without its last number
+        return super().source(tensor.flatten()[:-1])
 
-with substitute((Short if sys.argv[1] == "short" else Emulator)(build())) as _:
-    from levit_kernels.cuda.runtime import current
-    if sys.argv[1] == "short":
-        latent_distance.latent_distance(torch.ones(2, 3, 8), torch.ones(3, 8))
+fault = sys.argv[1]
+emulator = (Short if fault == "short" else Emulator)(build())
+with substitute(emulator):
+    latent_distance.latent_distance(torch.ones(2, 3, 8), torch.ones(3, 8))
     args = (torch.randn(5, 12), torch.randn(1, 131, 12), *(torch.randn(12, 12) for _ in range(4)), torch.randn(12), 3)
     task_attention.task_attention(*args, None)
-    if sys.argv[1] == "race":
-        current().switch_off(min(current().switches("task_attention.cuh")))
+    if fault == "race":
+        barriers = [n for n, name in emulator.switches("task_attention.cuh").items() if "__syncthreads" in name]
+        emulator.switch_off(barriers[-1])
         task_attention.task_attention(*args, None)
 """
 
@@ -62,12 +63,12 @@ def test_the_emulated_kernels(sanitizer):
 
 @pytest.mark.parametrize(
     ("sanitizer", "fault", "report"),
-    [("thread", "race", "data race"), ("address", "short", "out of bounds|use-after-poison")],
+    [("thread", "race", "data race"), ("address", "short", "use-after-poison")],
 )
 def test_they_see_what_is_wrong(sanitizer, fault, report):
     assert python(sanitizer, "-c", FAULTS, "none", LEVIT_SANITIZE=sanitizer)[0] == 0
     status, told = python(sanitizer, "-c", FAULTS, fault, LEVIT_SANITIZE=sanitizer)
-    assert status and any(words in told for words in report.split("|")), told
+    assert status and report in told, told
 
 
 def test_the_cpu_kernels(tmp_path):
