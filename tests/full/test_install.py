@@ -140,7 +140,7 @@ def test_a_wheel_serves_an_older_torch_without_cuda(project, new_environment, tm
     subprocess.run([*command, project], check=True, env=variables)
     shutil.rmtree(project)
     run = new_environment(with_torch=False)
-    run("python", "-m", "pip", "install", OLDER_TORCH)
+    run("python", "-m", "pip", "install", OLDER_TORCH, "numpy")
     run("python", "-m", "pip", "install", "--no-deps", *(tmp_path / "wheels").iterdir())
     version, place = run("python", "-W", "error", "-c", USE_OPS).split()[-2:]
     assert f"torch=={version}" == OLDER_TORCH and "site-packages" in place
