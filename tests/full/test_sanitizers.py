@@ -1,10 +1,9 @@
-"""Native code under GCC's sanitizers: the emulated CUDA kernels under each of them, the CPU kernels under two at once.
+"""The emulated CUDA kernels under GCC's sanitizers, in place of the emulator's own checks.
 
 Python itself is not built with them, so their libraries are loaded before it.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,19 +44,20 @@ with substitute(emulator):
 """
 
 
-def python(sanitizer, *arguments, cwd=ROOT, **variables):
+def python(sanitizer, *arguments):
     """-> exit status and output of a Python under a sanitizer."""
     found = [subprocess.check_output(["g++", f"-print-file-name={x}"], text=True) for x in LIBRARIES[sanitizer]]
-    environment = {**os.environ, **OPTIONS, "LD_PRELOAD": " ".join(x.strip() for x in found), **variables}
+    environment = {**os.environ, **OPTIONS, "LD_PRELOAD": " ".join(x.strip() for x in found)}
+    environment["LEVIT_SANITIZE"] = sanitizer
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("sanitizer", LIBRARIES)
 def test_the_emulated_kernels(sanitizer):
     """All but the mutation tests, which are about the emulator's own checks."""
-    status, told = python(sanitizer, "-m", "pytest", "-q", EMULATED, "-k", "not is_needed", LEVIT_SANITIZE=sanitizer)
+    status, told = python(sanitizer, "-m", "pytest", "-q", EMULATED, "-k", "not is_needed")
     assert status == 0 and "Sanitizer" not in told and " passed" in told, told[-20000:]
 
 
@@ -66,27 +66,6 @@ def test_the_emulated_kernels(sanitizer):
     [("thread", "race", "data race"), ("address", "short", "use-after-poison")],
 )
 def test_they_see_what_is_wrong(sanitizer, fault, report):
-    assert python(sanitizer, "-c", FAULTS, "none", LEVIT_SANITIZE=sanitizer)[0] == 0
-    status, told = python(sanitizer, "-c", FAULTS, fault, LEVIT_SANITIZE=sanitizer)
+    assert python(sanitizer, "-c", FAULTS, "none")[0] == 0
+    status, told = python(sanitizer, "-c", FAULTS, fault)
     assert status and report in told, told
-
-
-def test_the_cpu_kernels(tmp_path):
-    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "build", "*.so", "__pycache__")
-    project = Path(shutil.copytree(ROOT, tmp_path / "project", ignore=ignored))
-    compiler = "g++ -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1"
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
-        cwd=project,
-        env={**os.environ, "CXX": compiler, "LEVIT_CUDA": "0", "LEVIT_REQUIRE_NATIVE": "1"},
-        check=True,
-        capture_output=True,
-    )
-    tests = ["test_ops.py", "test_*_native.py", "test_expert_attention_training.py", "test_task_attention.py"]
-    paths = [path for name in tests for path in sorted((project / "tests/levit_kernels").glob(name))]
-    status, told = python(
-        *("address", "-m", "pytest", "-q", *paths, "-k", "cpu or native or training"),
-        cwd=project,
-        LEVIT_REQUIRE_NATIVE="1",
-    )
-    assert status == 0 and "Sanitizer" not in told and " passed" in told, told[-20000:]
