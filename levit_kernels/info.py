@@ -73,7 +73,9 @@ def _table(device: str, dtype: torch.dtype) -> list[str]:
         lines.append(f"{op}: {chosen}")
         for backend in backends().values():
             reason = backend.reason_against(op, args)
-            lines.append(f"  {backend.name:<10}{'takes it' if reason is None else reason}")
+            if reason is None:
+                reason = ": ".join(filter(None, ["takes it", backend.explain(op, args)]))
+            lines.append(f"  {backend.name:<10}{reason}")
     return lines
 
 

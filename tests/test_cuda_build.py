@@ -68,7 +68,7 @@ def test_the_library_loads_without_a_gpu_or_says_why_it_is_not_there():
         assert not LIBRARY.exists() and info.get("cuda_reason", info["reason"])
         return
     library = Runtime(ctypes.CDLL(str(LIBRARY))).library
-    for op in ("expert_attention", "dkf_fuse", "latent_distance"):
+    for op in ("expert_attention", "dkf_fuse", "latent_distance", "task_attention"):
         assert getattr(library, f"levit_{op}") and getattr(library, f"levit_{op}_backward")
     assert library.levit_elbo_loss and library.levit_expansion_distances
     assert b"older" in library.levit_error_text(35) and b"TORCH_CUDA_ARCH_LIST" in library.levit_error_text(209)

@@ -34,6 +34,8 @@ void Fiber::start(void (*entry)()) {
     stack_ = static_cast<char*>(memory);
     mprotect(stack_, kGuardBytes, PROT_NONE);
   }
+  reveal(stack_, kStackBytes);  // who is given up leaves the margins of its variables behind
+  identity_.create();
 #if defined(__x86_64__)
   void** top = reinterpret_cast<void**>(stack_ + kStackBytes - 64);
   *--top = nullptr;  // the return address of entry, which keeps the stack aligned as behind a call
@@ -50,6 +52,7 @@ void Fiber::start(void (*entry)()) {
 }
 
 void Fiber::switch_to(Fiber& other) {
+  identity_.become(other.identity_);
 #if defined(__x86_64__)
   exchange(&stack_pointer_, other.stack_pointer_);
 #else

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 
+#include "sanitizers.h"
+
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
@@ -24,6 +26,7 @@ class Fiber {
 
  private:
   char* stack_ = nullptr;
+  Identity identity_;
 #if defined(__x86_64__)
   void* stack_pointer_ = nullptr;
 #else

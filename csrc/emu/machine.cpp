@@ -61,12 +61,16 @@ void Machine::run_block(size_t shared_bytes) {
     thread.fiber.start(&enter);
     make_ready(i);
   }
+  release(&begin_);
   run_next();  // comes back when all threads are done, or one failed
+  acquire(&end_);
 }
 
 void Machine::enter() {
   Machine& self = machine();
+  acquire(&self.begin_);
   self.kernel_();
+  release(&self.end_);
   Thread& thread = self.current();
   if (!thread.open.empty() || !thread.committed.empty()) {
     const auto& copies = thread.open.empty() ? thread.committed.front() : thread.open;
@@ -150,12 +154,16 @@ void Machine::barrier(const Site& site) {
   }
   barrier_site_ = current_->waits_at = site;
   current_->state = State::kAtBarrier;
+  char* const order = barrier_order_.next();
+  release(order);
   if (++at_barrier_ == alive_) release_barrier();
   run_next();
+  acquire(order);
 }
 
 void Machine::release_barrier() {
   at_barrier_ = 0;
+  ++barrier_order_.meetings;
   memory.sync_block();
   for (int i = 0; i < count_; ++i) {
     if (threads_[i]->state == State::kAtBarrier) make_ready(i);
@@ -185,9 +193,15 @@ bool Machine::arrive(uint32_t mask, void* argument, const Site& site, Meeting*& 
 
 void Machine::sync_warp(uint32_t mask, const Site& site) {
   // Part of a warp orders nothing here: that can only report too much, and the kernels have no use for it.
-  meet(mask, nullptr, site, [this](Lanes&, uint32_t met) {
-    if (met == ~0u) memory.sync_warp(thread() / 32);
+  Order& of_warp = warps_[thread() / 32].order;
+  char* const order = of_warp.next();
+  if (mask == ~0u) release(order);
+  meet(mask, nullptr, site, [&](Lanes&, uint32_t met) {
+    if (met != ~0u) return;
+    ++of_warp.meetings;
+    memory.sync_warp(thread() / 32);
   });
+  if (mask == ~0u) acquire(order);
 }
 
 bool Machine::is_off(const char* what, const Site& site) {

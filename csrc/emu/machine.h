@@ -74,6 +74,14 @@ class Machine {
   Size3 grid_size, block_size;
 
  private:
+  // What those who meet again and again at one place are ordered by: nobody comes to the meeting after next before all
+  // have left this one.
+  struct Order {
+    char of_meeting[2] = {};
+    unsigned meetings = 0;
+
+    char* next() { return &of_meeting[meetings % 2]; }
+  };
   struct Meeting {
     uint32_t mask = 0, arrived = 0;
     Site site{"", 0};
@@ -82,6 +90,7 @@ class Machine {
   struct Warp {
     std::array<Meeting, 32> meetings;  // by their lowest lane: disjoint parts of a warp may meet separately
     uint32_t ready = 0, exited = 0;
+    Order order;
   };
 
   static void enter();
@@ -108,6 +117,8 @@ class Machine {
   uint64_t random_state_ = 1;
   int count_ = 0, alive_ = 0, at_barrier_ = 0;
   Site barrier_site_{"", 0};
+  Order barrier_order_;
+  char begin_ = 0, end_ = 0;  // of a block
 };
 
 Machine& machine();

@@ -9,6 +9,7 @@
 
 #include "machine.h"
 #include "report.h"
+#include "sanitizers.h"
 
 namespace levit::emu {
 
@@ -39,6 +40,7 @@ void* Memory::allocate(size_t bytes) {
   const size_t begin = used_ + kMarginBytes, whole = (bytes + kCellBytes - 1) / kCellBytes;
   if (begin + bytes > kBytes) throw std::bad_alloc();
   used_ = begin + (bytes + kMarginBytes - 1) / kMarginBytes * kMarginBytes;
+  reveal(bytes_ + begin, bytes);
   std::memset(bytes_ + begin, 0xFF, bytes);
   Cell fresh{};
   fresh.state = kLive;
@@ -53,6 +55,7 @@ void Memory::upload(void* to, const void* from, size_t bytes) {
 
 void Memory::release_all() {
   shared_bytes_ = 0;
+  hide(bytes_, kBytes);
   madvise(cells_, kBytes / kCellBytes * sizeof(Cell), MADV_DONTNEED);
   used_ = (kSharedBytes + kMarginBytes - 1) / kMarginBytes * kMarginBytes;
 }
@@ -60,6 +63,8 @@ void Memory::release_all() {
 void Memory::begin_block(size_t shared_bytes) {
   block_ = ++epoch_;
   warp_epoch_.fill(0);
+  hide(bytes_, kSharedBytes);
+  reveal(bytes_, shared_bytes);
   std::memset(bytes_, 0xFF, shared_bytes);  // NaN in every floating-point type
   std::fill_n(cells_, std::max(shared_bytes, shared_bytes_) / kCellBytes, Cell{});
   shared_bytes_ = shared_bytes;
@@ -67,6 +72,10 @@ void Memory::begin_block(size_t shared_bytes) {
 }
 
 void Memory::access(Kind kind, const void* address, size_t bytes, int thread, Place place) {
+  if constexpr (!kOwnChecks) {
+    if (!report_access(kind != Kind::kRead, address, bytes)) fail("out of bounds", kind, thread, place, address);
+    return;
+  }
   const size_t begin = offset(address);
   for (size_t at = begin / kCellBytes; at <= (begin + bytes - 1) / kCellBytes; ++at) {
     if (kind == Kind::kRead) {

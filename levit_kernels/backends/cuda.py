@@ -1,7 +1,8 @@
 """The CUDA C++ kernels (csrc/cuda, levit_kernels/cuda) as a backend: NVIDIA GPUs from sm_80 on.
 
-They have been run and race-checked in an emulator and compiled for sm_80 and sm_90, but have never been timed on a GPU:
-until they have been, they run only where they are forced (`use_backend("cuda")`, LEVIT_KERNELS_BACKEND=cuda).
+Unless they are forced (`use_backend("cuda")`, LEVIT_KERNELS_BACKEND=cuda), gpu_choice.py leaves calls to Triton that
+are no better off here. They have been run and race-checked in an emulator and compiled for sm_80 and sm_90, but no GPU
+has timed them yet.
 """
 
 from __future__ import annotations
@@ -15,27 +16,30 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..cuda.runtime import OLDEST, TYPES, current, substituted
+from .gpu_choice import prefers_cuda
 from .registry import Backend, device_of, forced
 
-_MODULES = {
-    "expert_attention": "expert_attention",
-    "dkf_fuse": "dkf_fuse",
-    "latent_distance": "latent_distance",
-    "elbo_loss": "vae",
-    "expansion_distances": "vae",
-    "vae_codes": "vae_codes",
+_FUNCTIONS = {
+    "expert_attention": ("expert_attention", "expert_attention_backward"),
+    "dkf_fuse": ("dkf_fuse", "dkf_fuse_backward"),
+    "latent_distance": ("latent_distance", "latent_distance_backward"),
+    "vae": ("elbo_loss", "elbo_loss_backward", "expansion_distances", "expansion_distances_backward"),
+    "vae_codes": ("vae_codes",),
+    "task_attention": ("task_attention",),
+    "task_attention_backward": ("task_attention_backward",),
 }
+_MODULES = {op: module for module, ops in _FUNCTIONS.items() for op in ops}
 
 
 def _module(op: str) -> Any:
-    return importlib.import_module(f"levit_kernels.cuda.{_MODULES[op.removesuffix('_backward')]}")
+    return importlib.import_module(f"levit_kernels.cuda.{_MODULES[op]}")
 
 
 def _kernel(op: str) -> Callable[..., Any]:
     return lambda *args: getattr(_module(op), op)(*args)
 
 
-OPS = {name: _kernel(name) for op in _MODULES for name in (op, f"{op}_backward") if name != "vae_codes_backward"}
+OPS = {op: _kernel(op) for op in _MODULES}
 
 
 def unavailable() -> str | None:
@@ -54,7 +58,7 @@ def _unavailable() -> str | None:
 
 def serves(device: str) -> bool:
     """Whether tensors of this device type are for these kernels."""
-    return forced() == "cuda" and unavailable() is None and current().serves(torch.device(device))
+    return unavailable() is None and current().serves(torch.device(device))
 
 
 def refuse(op: str, args: tuple) -> str | None:
@@ -62,8 +66,6 @@ def refuse(op: str, args: tuple) -> str | None:
     device = device_of(args)
     if not current().serves(device):
         return f"the tensors are on {device}"
-    if forced() != "cuda":
-        return "runs where it is forced, until it has been timed on a GPU"
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < OLDEST:
         return f"needs sm_80 or newer, {torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}"
     for x in tree_leaves(args):
@@ -73,7 +75,15 @@ def refuse(op: str, args: tuple) -> str | None:
             return f"takes float32, bfloat16 and float16, got {x.dtype}"
         if x.numel() >= 2**31 * max(1, len(x)):
             return f"takes fewer than 2**31 numbers per image and expert, got shape {list(x.shape)}"
-    return _module(op).refuse(op, args)
+    if (reason := _module(op).refuse(op, args)) is not None or forced() == "cuda":
+        return reason
+    preferred, reason = prefers_cuda(op, args, device)
+    return None if preferred else reason
 
 
-BACKEND = Backend("cuda", OPS, refuse, unavailable, serves)
+def explain(op: str, args: tuple) -> str:
+    """Why the CUDA kernels take a call that they do not refuse."""
+    return "forced" if forced() == "cuda" else prefers_cuda(op, args, device_of(args))[1]
+
+
+BACKEND = Backend("cuda", OPS, refuse, unavailable, serves, explain)

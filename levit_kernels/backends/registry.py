@@ -30,6 +30,7 @@ class Backend:
     """A table of ops, and two answers: `unavailable()`, why it cannot run at all in this process, or None;
     `refuse(op, args)`, why it does not take this call, or None. `serves(device type)`,
     whether it is for such tensors at all: where it is not, nobody needs to know why it is unavailable.
+    `explain(op, args)`: why it takes a call, where there is more to say than that it can.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Backend:
     refuse: Callable[[str, tuple], str | None]
     unavailable: Callable[[], str | None] = field(default=lambda: None)
     serves: Callable[[str], bool] = field(default=lambda device: True)
+    explain: Callable[[str, tuple], str] = field(default=lambda op, args: "")
 
     def reason_against(self, op: str, args: tuple) -> str | None:
         """Why this backend does not take the call, or None."""

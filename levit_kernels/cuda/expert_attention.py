@@ -10,6 +10,8 @@ import torch
 from ..gates import reduce_like
 from .runtime import TYPES, Gates, Runtime, current
 
+MMA_SIZES = ((64, 64), (112, 104), (128, 128))  # Q and d of the tiles in csrc/cuda/expert_attention.cu
+
 
 class Call(ctypes.Structure):
     """LevitExpertAttention."""
@@ -108,17 +110,37 @@ def refuse(op: str, args: tuple) -> str | None:
     return None if fits else f"no block can hold {sizes}"
 
 
+def useful_share(patches: torch.Tensor, w_qkv: torch.Tensor, device: torch.device) -> float | None:
+    """Arithmetic that equations 2 and 3 need over what the tiles on tensor cores compute; None: it does not run there.
+
+    The tensors give sizes and dtype, `device` the GPU.
+    """
+    runtime = current()
+    call = _sizes(runtime, patches, w_qkv, None, 0.0, device)
+    if runtime.library.levit_expert_attention_fits(ctypes.byref(call)) != 2:
+        return None
+    width, depth = next(x for x in MMA_SIZES if call.width <= x[0] and call.depth <= x[1])
+    useful = call.tokens * (call.pixels * call.width + call.heads * call.depth * (3 * call.width + 2 * call.tokens))
+    pixels, scored = -(-call.pixels // 16) * 16, -(-depth // 16) * 16
+    return useful / (16 * (pixels * width + call.heads * (3 * width * depth + 16 * scored + 16 * depth)))
+
+
 def _out_dtype(patches: torch.Tensor, gates: torch.Tensor | None) -> torch.dtype:
     return patches.dtype if gates is None else torch.promote_types(patches.dtype, gates.dtype)
 
 
 def _sizes(
-    runtime: Runtime, patches: torch.Tensor, w_qkv: torch.Tensor, gates: torch.Tensor | None, slope: float
+    runtime: Runtime,
+    patches: torch.Tensor,
+    w_qkv: torch.Tensor,
+    gates: torch.Tensor | None,
+    slope: float,
+    device: torch.device | None = None,
 ) -> Call:
     call = Call(slope=slope, type=TYPES[patches.dtype], out_type=TYPES[_out_dtype(patches, gates)])
     call.batch, call.tokens, call.pixels = patches.shape
     call.experts, call.width, _, call.heads, call.depth = w_qkv.shape
-    call.processors, call.shared_bytes = runtime.gpu(patches.device)
+    call.processors, call.shared_bytes = runtime.gpu(device or patches.device)
     return call
 
 

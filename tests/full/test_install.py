@@ -1,6 +1,7 @@
 """Installs a copy of the project as a user would: into an empty environment, without a compiler, as a wheel.
 
-Only the first test installs torch; the other environments see the torch that runs these tests through a .pth file.
+Only the first test and the last ones install torch; the other environments see the torch that runs these tests through
+a .pth file.
 """
 
 import os
@@ -35,6 +36,22 @@ native.load()
 distance = torch.ops.levit_native.latent_distance(torch.full((2, 5, 4), 3.0), torch.zeros(5, 4))
 print(native.__file__, distance.tolist())
 """
+USE_OPS = """
+import torch, levit_kernels as k
+from levit_kernels.expert_attention import expert_attention_reference
+shapes = (3, 16, 49), (2, 49, 100), (2, 100), (2, 100, 3, 3, 100), (2, 3, 3, 100), (2, 3)
+args = [(torch.randn(shape) / 8).requires_grad_() for shape in shapes]
+with k.use_backend("cpu"):
+    out = k.expert_attention(*args)
+expected = expert_attention_reference(*(x.detach().double().requires_grad_() for x in args))
+torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+grads, exact = (torch.autograd.grad(x.sum(), args) for x in (out, expert_attention_reference(*args)))
+torch.testing.assert_close(grads, exact, rtol=1e-3, atol=1e-3)
+codes, query = torch.ones(2, 5, 4, device="meta"), torch.ones(5, 4, device="meta")
+assert k.latent_distance(codes, query).shape == (2,)
+print(torch.__version__, k.__file__)
+"""
+OLDER_TORCH = os.environ.get("LEVIT_OLDER_TORCH", "torch==2.13.0+cpu")  # a build for CPUs, where the index has one
 ASK_NATIVE = "import levit, levit_kernels; from levit_kernels import native; print(native.available())"
 
 
@@ -113,3 +130,22 @@ def test_a_wheel_holds_the_library_and_serves_every_later_python(project, new_en
     shutil.rmtree(project)
     run("python", "-m", "pip", "install", "--no-deps", wheel)
     assert run("python", "-c", USE_NATIVE).endswith("[6.0, 6.0]\n")
+
+
+@pytest.mark.parametrize("cuda", ["0", "auto"])
+def test_a_wheel_serves_an_older_torch_without_cuda(project, new_environment, tmp_path, cuda):
+    """Built beside the torch that runs these tests; `_cuda` is absent, or of no use there, and says why."""
+    variables = {**os.environ, "LEVIT_CUDA": cuda, "TORCH_CUDA_ARCH_LIST": "8.0", "LEVIT_REQUIRE_NATIVE": "1"}
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path / "wheels"]
+    subprocess.run([*command, project], check=True, env=variables)
+    shutil.rmtree(project)
+    run = new_environment(with_torch=False)
+    run("python", "-m", "pip", "install", OLDER_TORCH, "numpy")
+    run("python", "-m", "pip", "install", "--no-deps", *(tmp_path / "wheels").iterdir())
+    version, place = run("python", "-W", "error", "-c", USE_OPS).split()[-2:]
+    assert f"torch=={version}" == OLDER_TORCH and "site-packages" in place
+    told = run("python", "-m", "levit_kernels.info")
+    if cuda == "0":
+        assert "cuda      the CUDA kernels were not built: LEVIT_CUDA=0" in told
+    else:
+        assert "cuda      the CUDA kernels were not built: " in told or "cuda      torch sees no GPU" in told

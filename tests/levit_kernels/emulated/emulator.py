@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from levit_kernels.cuda.runtime import Runtime
 
 ROOT = Path(__file__).parents[3]
-BUILD = ROOT / "build" / "emulated"
+SANITIZER = os.environ.get("LEVIT_SANITIZE", "")  # in place of the emulator's own checks: see CMakeLists.txt
+BUILD = ROOT / "build" / "-".join(filter(None, ["emulated", SANITIZER]))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 A100_SHARED_BYTES = 163 << 10
 
@@ -126,16 +128,17 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def build(folder: Path = BUILD, *options: str) -> Path:
+def build() -> Path:
     """The library, built anew where its sources are newer."""
     missing = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
     if missing:
         raise FileNotFoundError(f"the emulated CUDA kernels are built with cmake and ninja; missing: {missing}")
-    _run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *options)
-    _run("cmake", "--build", folder)
-    return folder / "liblevit_emulated.so"
+    _run("cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", f"-DLEVIT_SANITIZE={SANITIZER}")
+    _run("cmake", "--build", BUILD)
+    return BUILD / "liblevit_emulated.so"
 
 
 def _run(*command: object) -> None:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # no sanitizer for compilers
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=plain)
     assert not done.returncode, f"{command[:2]} failed:\n{done.stdout}\n{done.stderr}"
