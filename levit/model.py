@@ -15,13 +15,14 @@ from levit import reference
 from levit.cache import CachedRows, KnowledgeCache, MemoryCache
 from levit.config import LEViTConfig
 from levit.expert import Expert
-from levit.knowledge import KnowledgeBase, attention_weights, training_weights, vae_weights
+from levit.knowledge import KnowledgeBase, attention_weights, training_weights, vae_parameters, vae_weights
 from levit.memory import Memory
 from levit.reference import classification_loss, features, normal, patches
 from levit.routing import Prediction
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
 from levit_kernels.folded_attention import folded_attention
 from levit_kernels.vae_codes import vae_codes
+from levit_kernels.vae_training import vae_training_loss
 
 CHUNK = 256
 """Images evaluated at a time, so that temporaries do not grow with the batch."""
@@ -168,6 +169,11 @@ class LEViT(reference.LEViT):
             return super()._active_codes(images, generator)
         noise = normal((1, len(images), self.cfg.latent_dim), images, generator)
         return vae_codes(images.flatten(1), vae_weights(self.active).encoder, noise)[0]
+
+    def _mean_vae_loss(self, images: Tensor, noise: Tensor) -> Tensor:
+        if self.cfg.vae != "mlp":
+            return super()._mean_vae_loss(images, noise)
+        return vae_training_loss(images.flatten(1), vae_parameters(self.active), self.cfg.beta, noise)
 
     def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.active.parameters(), lr=learning_rate, fused=True)

@@ -2,20 +2,12 @@
 
 #include <algorithm>
 
+#include "functions.h"
 #include "multiversion.h"
 #include "products.h"
 
 namespace levit {
 namespace {
-
-// tanh to the rounding of 1; a NaN stays one
-template <class T, class V>
-LEVIT_INLINE V tanh_of(const V& x) {
-  const V size = x < 0 ? -x : x;
-  const V power = exp2_of_negative<T, sizeof(V) / sizeof(T)>(size * static_cast<T>(-2 * 1.44269504088896340736));
-  const V tanh = (1 - power) / (1 + power);
-  return x < 0 ? -tanh : tanh;
-}
 
 // y [count] = activation(y)
 template <class T>

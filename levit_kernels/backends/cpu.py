@@ -19,6 +19,7 @@ from ..composed.expert_attention_backward import expert_attention_backward as co
 from ..composed.latent_distance import latent_distance_backward
 from ..composed.task_forms import folds
 from ..folded_attention import FoldedWeights
+from ..vae_training import LossWithGradients, vae_training_loss_reference
 from .registry import Backend, device_of
 
 
@@ -189,6 +190,16 @@ def vae_codes(images: torch.Tensor, encoder: Sequence[torch.Tensor], noise: torc
     return torch.ops.levit_native.vae_codes(images, weights, noise)
 
 
+def vae_training_loss(
+    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor
+) -> torch.Tensor:
+    """See levit_kernels.vae_training; without gradients to compute it is left to torch."""
+    if not torch.is_grad_enabled():
+        return vae_training_loss_reference(images, weights, beta, noise)
+    dense = [x.detach().contiguous() for x in weights]
+    return LossWithGradients.apply(lambda: torch.ops.levit_native.vae_training(images, dense, beta, noise), *weights)
+
+
 def _linear_layout(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """The weights as [K, out, in] without a copy, None where they are no views of that."""
     views = [x.transpose(1, 2) if x.dim() == 3 else x for x in weights]
@@ -236,6 +247,7 @@ OPS = {
     "elbo_loss": elbo_loss,
     "elbo_loss_backward": composed_elbo_loss.elbo_loss_backward,
     "vae_codes": vae_codes,
+    "vae_training_loss": vae_training_loss,
     "task_attention": task_attention,
     "task_attention_backward": composed_tasks.task_attention_backward,
     "dkf_fuse": dkf_fuse,

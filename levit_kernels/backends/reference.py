@@ -18,6 +18,7 @@ from ..gates import gated_sum
 from ..latent_distance import latent_distance_reference
 from ..task_attention import task_attention_reference
 from ..vae_codes import vae_codes_reference
+from ..vae_training import vae_training_loss_reference
 from .registry import Backend
 
 _KEYS = (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.ADInplaceOrView)
@@ -105,6 +106,7 @@ OPS = {
     "elbo_loss": elbo_loss_reference,
     "elbo_loss_backward": _elbo_loss_backward,
     "vae_codes": vae_codes_reference,
+    "vae_training_loss": vae_training_loss_reference,
     "task_attention": _dense(task_attention_reference),
     "task_attention_backward": _task_attention_backward,
 }
