@@ -21,6 +21,7 @@ from levit.reference import classification_loss, features, normal, patches
 from levit.routing import Prediction
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
 from levit_kernels.folded_attention import folded_attention
+from levit_kernels.head_training import has_kernel
 from levit_kernels.vae_codes import vae_codes
 from levit_kernels.vae_training import vae_training_loss
 
@@ -142,8 +143,12 @@ class LEViT(reference.LEViT):
     ) -> Tensor:
         """As the reference's; `cache` holds stored features of the frozen experts for these images."""
         images = self.check_training_batch(images, labels)
-        logits = self.active.head(self._fuse_training(images, cache), batch_statistics=True)
-        return classification_loss(logits, labels) + self._vae_training_loss(images, generator)
+        fused, head = self._fuse_training(images, cache), self.active.head
+        if self._attention_packs and has_kernel(fused):
+            loss = head.training_loss(fused, labels)
+        else:
+            loss = classification_loss(head(fused, batch_statistics=True), labels)
+        return loss + self._vae_training_loss(images, generator)
 
     def frozen_features(self, images: Tensor, out: Tensor | None = None) -> Tensor:
         """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E], written to `out` where it is given."""

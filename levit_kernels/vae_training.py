@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from . import _vae
 from ._check import Shapes
-from ._register import once_differentiable
 from .backends.registry import run
 
 WEIGHTS = {
@@ -67,23 +65,3 @@ def vae_training_loss_reference(
     decoded = _vae.decode((mu + logsigma.exp() * noise)[None], stacked[8:])[0]
     kl = 0.5 * (mu.square() + (2 * logsigma).exp() - 1 - 2 * logsigma).sum(-1)
     return ((decoded - images).square().sum(-1) + beta * kl).mean()
-
-
-class LossWithGradients(torch.autograd.Function):
-    """A loss whose gradients were computed along with it: `apply(compute, *tensors)`, where `compute()` gives the loss
-    and the gradient of every tensor, in their order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, compute: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        loss, *ctx.grads = compute()
-        return loss
-
-    @staticmethod
-    @once_differentiable("vae_training_loss")
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        # Handed over, not kept: whoever accumulates a gradient that nobody else holds need not copy it.
-        grads, ctx.grads = ctx.grads, None
-        if grads is None:
-            raise RuntimeError("levit_kernels: this loss was differentiated before; its gradients are gone")
-        return (None, *(grads if grad.item() == 1 else [x * grad for x in grads]))

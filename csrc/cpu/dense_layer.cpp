@@ -5,6 +5,7 @@
 #include "functions.h"
 #include "multiversion.h"
 #include "products.h"
+#include "tiles.h"
 
 namespace levit {
 namespace {
@@ -86,6 +87,14 @@ LEVIT_INLINE void dense_layer(const Layer<T>& layer, int64_t k, const T* x, cons
 }
 
 }  // namespace
+
+LEVIT_MULTIVERSION void turn_rows(const float* from, int64_t rows, int64_t size, float* to, int64_t stride) {
+  Tiles<float, kLanesOf<float>, 12>::turn(from, size, rows, size, to, stride);
+}
+
+LEVIT_MULTIVERSION void turn_rows(const double* from, int64_t rows, int64_t size, double* to, int64_t stride) {
+  Tiles<double, kLanesOf<double>, 12>::turn(from, size, rows, size, to, stride);
+}
 
 LEVIT_MULTIVERSION void dense(const Layer<float>& layer, int64_t k, const float* x, const Layout<float>& layout,
                               Activation activation, float* y) {

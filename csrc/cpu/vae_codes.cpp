@@ -10,6 +10,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "../errors.h"
+#include "functions.h"
 #include "mlp_vae.h"
 
 namespace levit {
@@ -19,17 +20,30 @@ using torch::headeronly::ScalarType;
 
 constexpr int64_t kBlockImages = 256;  // images of a task: what is kept of them stays in the cache
 
+// x [count] = e^x
+template <class T>
+LEVIT_INLINE void exponentials(T* x, int64_t count) {
+  constexpr int kWidth = kLanesOf<T>;
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) store(x + i, exp_of<T>(load<kWidth>(x + i)));
+  for (; i < count; ++i) x[i] = std::exp(x[i]);
+}
+
+LEVIT_MULTIVERSION void exponentials_of(float* x, int64_t count) { exponentials(x, count); }
+LEVIT_MULTIVERSION void exponentials_of(double* x, int64_t count) { exponentials(x, count); }
+
 // noise [batch, L] -> codes [batch, L] of expert k, for images that are laid out
 template <class T>
 void codes_of(const Encoder<T>& encoder, int64_t k, const T* images, int64_t batch, const T* noise, T* codes) {
   const Layout<T> layout(batch);
   const int64_t latent = encoder.latent();
-  std::vector<T> mu(layout.rows * latent), log_sigma(layout.rows * latent);
-  encode(encoder, k, images, layout, mu.data(), log_sigma.data());
+  std::vector<T> mu(layout.rows * latent), sigma(layout.rows * latent);
+  encode(encoder, k, images, layout, mu.data(), sigma.data());  // of sigma the logarithm
+  exponentials_of(sigma.data(), layout.rows * latent);
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t l = 0; l < latent; ++l, ++noise, ++codes) {
       const int64_t i = layout.at(b, l, latent);
-      *codes = mu[i] + std::exp(log_sigma[i]) * *noise;
+      *codes = mu[i] + sigma[i] * *noise;
     }
   }
 }

@@ -15,6 +15,7 @@ from ..expansion_distances import expansion_distances_reference
 from ..expert_attention import expert_attention_reference, reference_stages
 from ..folded_attention import folded_attention_reference
 from ..gates import gated_sum
+from ..head_training import head_training_loss_reference
 from ..latent_distance import latent_distance_reference
 from ..task_attention import task_attention_reference
 from ..vae_codes import vae_codes_reference
@@ -107,6 +108,7 @@ OPS = {
     "elbo_loss_backward": _elbo_loss_backward,
     "vae_codes": vae_codes_reference,
     "vae_training_loss": vae_training_loss_reference,
+    "head_training_loss": head_training_loss_reference,
     "task_attention": _dense(task_attention_reference),
     "task_attention_backward": _task_attention_backward,
 }
