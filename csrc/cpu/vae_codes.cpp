@@ -12,6 +12,7 @@
 #include "../errors.h"
 #include "functions.h"
 #include "mlp_vae.h"
+#include "scratch.h"
 
 namespace levit {
 namespace {
@@ -37,9 +38,9 @@ template <class T>
 void codes_of(const Encoder<T>& encoder, int64_t k, const T* images, int64_t batch, const T* noise, T* codes) {
   const Layout<T> layout(batch);
   const int64_t latent = encoder.latent();
-  std::vector<T> mu(layout.rows * latent), sigma(layout.rows * latent);
-  encode(encoder, k, images, layout, mu.data(), sigma.data());  // of sigma the logarithm
-  exponentials_of(sigma.data(), layout.rows * latent);
+  const auto [mu, sigma] = scratch<T, &codes_of<T>>({layout.rows * latent, layout.rows * latent});
+  encode(encoder, k, images, layout, mu, sigma);  // of sigma the logarithm
+  exponentials_of(sigma, layout.rows * latent);
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t l = 0; l < latent; ++l, ++noise, ++codes) {
       const int64_t i = layout.at(b, l, latent);
@@ -61,19 +62,23 @@ void compute(const Tensor& images, const std::vector<Tensor>& weights, const Ten
   const auto* draws = static_cast<const T*>(noise.data_ptr());
   auto* to = static_cast<T*>(codes.data_ptr());
   const int64_t blocks = (batch + kBlockImages - 1) / kBlockImages;
-  std::vector<std::vector<T>> laid_out(blocks);
   const auto images_of = [&](int64_t block) { return std::min(kBlockImages, batch - block * kBlockImages); };
-  torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      const Layout<T> layout(images_of(block));
-      laid_out[block].resize(layout.rows * pixels);
-      lay_out(from + block * kBlockImages * pixels, images_of(block), pixels, 1, layout, laid_out[block].data());
-    }
+  const auto lay_out_block = [&](int64_t block, T* laid_out) {
+    const Layout<T> layout(images_of(block));
+    lay_out(from + block * kBlockImages * pixels, images_of(block), pixels, 1, layout, laid_out);
+  };
+  const int64_t of_block = Layout<T>(std::min(kBlockImages, batch)).rows * pixels;
+  std::vector<T> shared(experts > 1 ? blocks * of_block : 0);  // one expert lays out a block when it needs it
+  torch::stable::parallel_for(0, experts > 1 ? blocks : 0, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) lay_out_block(block, shared.data() + block * of_block);
   });
   torch::stable::parallel_for(0, experts * blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {  // all blocks of an expert while its weights are near
       const int64_t k = task / blocks, block = task % blocks, first = (k * batch + block * kBlockImages) * latent;
-      codes_of(encoder, k, laid_out[block].data(), images_of(block), draws + first, to + first);
+      const auto [own] = scratch<T, &compute<T>>({experts > 1 ? 0 : of_block});
+      if (experts == 1) lay_out_block(block, own);
+      const T* x = experts > 1 ? shared.data() + block * of_block : own;
+      codes_of(encoder, k, x, images_of(block), draws + first, to + first);
     }
   });
 }
