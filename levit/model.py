@@ -20,8 +20,8 @@ from levit.memory import Memory
 from levit.reference import classification_loss, features, normal, patches
 from levit.routing import Prediction
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
+from levit_kernels.backends.registry import native
 from levit_kernels.folded_attention import folded_attention
-from levit_kernels.head_training import has_kernel
 from levit_kernels.vae_codes import vae_codes
 from levit_kernels.vae_training import vae_training_loss
 
@@ -144,7 +144,7 @@ class LEViT(reference.LEViT):
         """As the reference's; `cache` holds stored features of the frozen experts for these images."""
         images = self.check_training_batch(images, labels)
         fused, head = self._fuse_training(images, cache), self.active.head
-        if self._attention_packs and has_kernel(fused):
+        if self._attention_packs and native("head_training_loss", fused):
             loss = head.training_loss(fused, labels)
         else:
             loss = classification_loss(head(fused, batch_statistics=True), labels)
@@ -176,7 +176,7 @@ class LEViT(reference.LEViT):
         return vae_codes(images.flatten(1), vae_weights(self.active).encoder, noise)[0]
 
     def _mean_vae_loss(self, images: Tensor, noise: Tensor) -> Tensor:
-        if self.cfg.vae != "mlp":
+        if self.cfg.vae != "mlp" or not native("vae_training_loss", images):
             return super()._mean_vae_loss(images, noise)
         return vae_training_loss(images.flatten(1), vae_parameters(self.active), self.cfg.beta, noise)
 

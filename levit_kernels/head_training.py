@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ._check import Shapes
-from .backends.registry import backends, forced, run
+from .backends.registry import run
 
 NO_LABEL = -1
 
@@ -63,11 +63,6 @@ def head_training_loss(
             f"head_training_loss: negative_slope and epsilon must be positive, got {negative_slope} and {epsilon}"
         )
     return run("head_training_loss", features, labels, weights, negative_slope, epsilon)
-
-
-def has_kernel(features: torch.Tensor) -> bool:
-    """Whether the backend in charge computes this loss as a whole; without one the layers are better called in turn."""
-    return backends()["cpu"].can_run("head_training_loss", (features,)) and forced() in (None, "cpu")
 
 
 def head_training_loss_reference(
