@@ -149,6 +149,31 @@ def _speedup(title: str, variant: str = "fused") -> Measure:
     return figure
 
 
+def _over(title: str, variant: str, other: str) -> Measure:
+    """How many times faster one variant is than another that is not the baseline."""
+
+    def figure(measured: Measurements, threads: int | None) -> Figure:
+        mine, others = (measured.row(title, name, threads).median for name in (variant, other))
+        return Figure(others / mine, f"{mine * 1e3:.1f} ms, {other} {others * 1e3:.1f} ms")
+
+    return figure
+
+
+def _share(title: str, ceiling: str, variant: str = "cpu") -> Measure:
+    """Per cent of a ceiling, `fma` or `read`, measured in the same run."""
+
+    def figure(measured: Measurements, threads: int | None) -> Figure:
+        row = measured.row(title, variant, threads)
+        ceilings = measured.ceilings[threads]
+        limit = getattr(ceilings, ceiling)
+        if limit is None:
+            raise NotAvailableError(f"ceilings not measured: {ceilings.reason}")
+        rate, unit = (row.gflops, "GFLOP/s") if ceiling == "fma" else (row.gbs, "GB/s")
+        return Figure(100 * rate / limit, f"{rate:.1f} of {limit:.1f} {unit}")
+
+    return figure
+
+
 def _growth(few: int, many: int) -> Measure:
     """Seconds that a step costs more with many experts than with few, over the floor of that difference."""
 
@@ -226,6 +251,13 @@ def _one_and_two(issue: str, name: str, figure: Measure, **limits: Any) -> list[
     return [Bar(issue, name, figure, **limits, threads=t, judged=t == 1) for t in (1, 2)]
 
 
+def _each(issue: str, name: str, figure: Measure, unit: str, *lows: float) -> list[Bar]:
+    """A bar for every thread count, one, two, ...: at least `lows`."""
+    return [Bar(issue, name, figure, low=low, unit=unit, threads=t) for t, low in enumerate(lows, start=1)]
+
+
+_ATTENTION, _COLD = "expert_attention K=32 B=64", "expert_attention K=32 B=1 cold"
+
 BARS: tuple[Bar, ...] = (
     Bar(
         "A",
@@ -249,6 +281,18 @@ BARS: tuple[Bar, ...] = (
     *_one_and_two("B", "routed inference, K=32, 256 images", _speedup("inference K=32 B=256"), low=3, unit="x"),
     *_one_and_two("B", "routed inference, K=32, 1 image", _speedup("inference K=32 B=1"), low=3, unit="x"),
     Bar("B", "routed inference, K=64, 256 images, temporaries", _temporaries(64, 256), high=0.25, unit="x"),
+    *_each("E", "expert_attention, K=32 B=64, of the FMA peak", _share(_ATTENTION, "fma"), " %", 85, 80),
+    *_each("E", "expert_attention, K=32 B=1 cold, of the FMA peak", _share(_COLD, "fma"), " %", 50),
+    *_each("E", "expert_attention, K=32 B=64, over the eager loop", _over(_ATTENTION, "cpu", "loop"), "x", 3, 3),
+    *_each("E", "expert_attention, K=32 B=64, over torch backend", _over(_ATTENTION, "cpu", "torch"), "x", 1.3, 1.3),
+    *_each("E", "dkf_fuse, K=8, of the read bandwidth", _share("dkf_fuse K=8 B=64", "read"), " %", 65, 85),
+    *_each("E", "dkf_fuse, K=31, of the read bandwidth", _share("dkf_fuse K=31 B=64", "read"), " %", 65, 85),
+    *_each("E", "Algorithm 1 step, K=5, over the reference", _speedup("step K=5"), "x", 3.5, 3),
+    *_each("E", "Algorithm 1 step, K=8, over the reference", _speedup("step K=8"), "x", 5, 3.6),
+    *_each("E", "Algorithm 1 step, K=32, over the reference", _speedup("step K=32"), "x", 13, 10),
+    *_each("E", "routed inference, K=32, 256 images, all to last", _speedup("inference K=32 B=256 last"), "x", 5.5, 5),
+    *_each("E", "routed inference, K=32, 256 images, uniform", _speedup("inference K=32 B=256"), "x", 7.5, 7),
+    *_each("E", "routed inference, K=32, 1 image", _speedup("inference K=32 B=1"), "x", 5),
     *_one_and_two(
         "H",
         "task_attention, 50 tokens, over separate passes",

@@ -18,6 +18,7 @@ OPS: dict[str, Builder] = op_cases.OPS | task_cases.OPS
 FOR_BARS: dict[str, Builder] = {
     "step K=8": partial(model_cases.step, 8),
     "growth K=2,64": partial(model_cases.growth, 2, 64),
+    "inference K=32 B=256 last": partial(model_cases.inference, 32, 256, to_last=True),
     **task_cases.FOR_BARS,
 }
 

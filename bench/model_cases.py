@@ -125,16 +125,18 @@ def growth_floor(few: int, many: int) -> work.Work:
     return more - less
 
 
-def inference(experts: int, batch: int) -> Case:
-    """Routed inference with routes forced to be uniform over the experts; the real routes are computed all the same."""
-    routes = uniform_routes(experts, batch)
+def inference(experts: int, batch: int, to_last: bool = False) -> Case:
+    """Routed inference with routes forced to be uniform over the experts, or all to the last one, whose images need
+    them all; the real routes are computed all the same.
+    """
+    routes = torch.full((batch,), experts - 1) if to_last else uniform_routes(experts, batch)
     variants = {kind: _predict(build(kind, experts), routes, batch) for kind in ("reference", "fused")}
     calls = len(routes) // batch
     needed = work.routed_inference
     total = sum((needed(config(experts), experts, part.tolist()) for part in routes.split(batch)), work.Work())
     return Case(
         name="inference",
-        size=f"K={experts} B={batch}",
+        size=f"K={experts} B={batch}" + (" last" if to_last else ""),
         variants=variants,
         baseline="reference",
         flops=total.flops / calls,

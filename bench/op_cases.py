@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,12 @@ from bench import work
 from bench.harness import Case
 from levit import LEViTConfig
 from levit_kernels.backends import BackendError
+from levit_kernels.expert_attention import expert_attention_reference
 
 BACKENDS = ("reference", "torch", "cpu")
 SLOTS = 256  # of the memory behind dkf_fuse: with 31 experts 152 MB, beyond any cache
 FUSE_BATCH = 64
+COLD_SETS = 8  # of 32 experts 97 MB
 
 CFG = LEViTConfig.preset("split-mnist")
 
@@ -40,7 +42,32 @@ def expert_attention(experts: int, batch: int, backward: bool = False) -> Case:
         for weight in args[1:]:
             weight.requires_grad_()
     size = f"K={experts} B={batch}" + (" fwd+bwd" if backward else "")
-    return _case("expert_attention", size, partial(levit_kernels.expert_attention, *args, gates), needed, args[1:])
+    loop = {} if backward else {"loop": partial(_expert_by_expert, *args, gates)}
+    call = partial(levit_kernels.expert_attention, *args, gates)
+    return _case("expert_attention", size, call, needed, args[1:], others=loop)
+
+
+def cold_expert_attention(experts: int, batch: int) -> Case:
+    """The gated sum with weights that must come from memory: one call goes through `COLD_SETS` sets of experts."""
+    make = _Random()
+    width, depth, heads = CFG.embed_dim, CFG.head_dim, CFG.num_heads
+    patches = make(batch, CFG.num_patches, CFG.patch_dim)
+    gates = torch.softmax(make(experts), 0)
+    sets = [
+        [
+            make(experts, CFG.patch_dim, width, fan_in=CFG.patch_dim),
+            make(experts, width),
+            make(experts, width, 3, heads, depth, fan_in=width),
+            make(experts, 3, heads, depth),
+        ]
+        for _ in range(COLD_SETS)
+    ]
+
+    def call() -> list[Tensor]:
+        return [levit_kernels.expert_attention(patches, *weights, gates) for weights in sets]
+
+    needed = experts * work.Work(batch * work.attention_flops(CFG), work.FLOAT * work.attention_weights(CFG))
+    return _case("expert_attention", f"K={experts} B={batch} cold", call, needed, calls=COLD_SETS)
 
 
 def dkf_fuse(experts: int, backward: bool = False) -> Case:
@@ -97,6 +124,7 @@ def elbo_loss(experts: int, batch: int) -> Case:
 OPS: dict[str, Callable[[], Case]] = {
     "expert_attention K=32 B=64": partial(expert_attention, 32, 64),
     "expert_attention K=32 B=1": partial(expert_attention, 32, 1),
+    "expert_attention K=32 B=1 cold": partial(cold_expert_attention, 32, 1),
     "expert_attention K=1 B=64 fwd+bwd": partial(expert_attention, 1, 64, backward=True),
     "dkf_fuse K=8 B=64": partial(dkf_fuse, 8),
     "dkf_fuse K=31 B=64": partial(dkf_fuse, 31),
@@ -125,7 +153,9 @@ def _case(
     needed: work.Work,
     leaves: Sequence[Tensor] = (),
     calls: int = 1,
+    others: Mapping[str, Callable[[], Any]] | None = None,
 ) -> Case:
+    """The call on every backend that takes it, and what else does the same."""
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
 
     def with_gradients() -> Any:
@@ -135,7 +165,7 @@ def _case(
         outputs = output if isinstance(output, list) else [output]
         return outputs, torch.autograd.grad(outputs, wanted, [torch.ones_like(part) for part in outputs])
 
-    variants, absent = {}, {}
+    variants, absent = dict(others or {}), {}
     for backend in BACKENDS:
         variant = partial(_on, backend, with_gradients)
         try:
@@ -157,6 +187,14 @@ def _case(
         calls=calls,
         absent=absent,
     )
+
+
+def _expert_by_expert(patches: Tensor, *weights_and_gates: Tensor) -> Tensor:
+    """The gated sum as a loop over experts in plain torch."""
+    total = 0.0
+    for of_expert in zip(*(tensor.split(1) for tensor in weights_and_gates), strict=True):
+        total = total + expert_attention_reference(patches, *of_expert)
+    return total
 
 
 def _on(backend: str, call: Callable[[], Any]) -> Any:

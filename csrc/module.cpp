@@ -21,6 +21,9 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
       "Tensor b_qkv, Tensor? gates, float negative_slope, Tensor[] kept, bool needs_patches) -> Tensor[]");
   m.def("elbo_loss(Tensor images, Tensor[] encoder, Tensor[] decoder, float beta, Tensor? noise) -> Tensor");
   m.def("vae_codes(Tensor images, Tensor[] encoder, Tensor noise) -> Tensor");
+  m.def("vae_training(Tensor images, Tensor[] weights, float beta, Tensor noise) -> Tensor[]");
+  m.def(
+      "head_training(Tensor features, Tensor labels, Tensor[] weights, float negative_slope, float epsilon) -> Tensor[]");
   m.def("dkf_fuse(Tensor features, Tensor gates, Tensor? index) -> Tensor");
   m.def("dkf_fuse_gate_gradient(Tensor grad, Tensor features, Tensor? index, int heads) -> Tensor");
   m.def(
@@ -40,6 +43,8 @@ STABLE_TORCH_LIBRARY_IMPL(levit_native, CPU, m) {
   m.impl("expert_attention_train_backward", TORCH_BOX(&levit::expert_attention_train_backward));
   m.impl("elbo_loss", TORCH_BOX(&levit::elbo_loss));
   m.impl("vae_codes", TORCH_BOX(&levit::vae_codes));
+  m.impl("vae_training", TORCH_BOX(&levit::vae_training));
+  m.impl("head_training", TORCH_BOX(&levit::head_training));
   m.impl("dkf_fuse", TORCH_BOX(&levit::dkf_fuse));
   m.impl("dkf_fuse_gate_gradient", TORCH_BOX(&levit::dkf_fuse_gate_gradient));
   m.impl("task_attention", TORCH_BOX(&levit::task_attention));

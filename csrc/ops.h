@@ -48,6 +48,18 @@ Tensor elbo_loss(const Tensor& images, const std::vector<Tensor>& encoder, const
 // images [B, F], encoder as of elbo_loss, noise [K, B, L], all float32 or all float64 -> mu + sigma * noise [K, B, L].
 Tensor vae_codes(const Tensor& images, const std::vector<Tensor>& encoder, const Tensor& noise);
 
+// images [B, F], weights of one MLP VAE in nn.Linear's layout, w [out, in] and b [out] of the encoder's w1 w2 w_mu w_log_sigma
+// and the decoder's w1 w2 w3, noise [B, L], all float32 or all float64 -> the mean loss of the images, and the gradients
+// of the weights in their order
+std::vector<Tensor> vae_training(const Tensor& images, const std::vector<Tensor>& weights, double beta,
+                                 const Tensor& noise);
+
+// features [B, F], labels int64 [B] (-1: none), weights w [out, in], gain [out], shift [out] per hidden layer, then w, b of
+// the last, all float32 or all float64 -> the mean cross-entropy of the labelled images, the gradient of the features,
+// those of the weights in their order, and mean and (biased) variance of x w^T per hidden layer
+std::vector<Tensor> head_training(const Tensor& features, const Tensor& labels, const std::vector<Tensor>& weights,
+                                  double negative_slope, double epsilon);
+
 // features [M, K, N, E] float32, bfloat16 or float64 whose [N, E] are dense, gates [B or 1, K, H or 1] in the type of the
 // sums, index int64 [B] or none (B = M) -> [B, N, E] (equation 8)
 Tensor dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional<Tensor>& index);

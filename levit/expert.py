@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from levit.config import LEViTConfig
 from levit.vae import NEGATIVE_SLOPE, build_vae
+from levit_kernels.head_training import head_training_loss
 
 
 class Expert(nn.Module):
@@ -75,9 +78,29 @@ class Head(nn.Module):
     def forward(self, fused: Tensor, batch_statistics: bool = False) -> Tensor:
         """M̃ [B, N, E], flattened row-major → logits [B, classes]."""
         x = fused.flatten(1)
-        for linear, norm in zip(self.hidden, self.norms, strict=True):
+        for linear, norm in self._layers():
             x = nn.functional.leaky_relu(linear_norm(linear, norm, x, batch_statistics), NEGATIVE_SLOPE)
         return self.out(x)
+
+    def training_loss(self, fused: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy of the images with a label, [B, N, E] and [B] → scalar, as `forward` has it with batch
+        statistics. The running ones move.
+        """
+        if not len(self.norms):
+            return head_training_loss(fused.flatten(1), labels, [self.out.weight, self.out.bias])[0]
+        weights = [w for linear, norm in self._layers() for w in (linear.weight, norm.weight, norm.bias)]
+        weights += [self.out.weight, self.out.bias]
+        loss, *statistics = head_training_loss(fused.flatten(1), labels, weights, NEGATIVE_SLOPE, self.norms[0].eps)
+        unbiased = len(fused) / (len(fused) - 1)
+        with torch.no_grad():
+            for (linear, norm), mean, variance in zip(self._layers(), statistics[::2], statistics[1::2], strict=True):
+                norm.num_batches_tracked.add_(1)
+                norm.running_mean.lerp_(mean + linear.bias, norm.momentum)
+                norm.running_var.lerp_(variance * unbiased, norm.momentum)
+        return loss
+
+    def _layers(self) -> Iterator[tuple[nn.Linear, nn.BatchNorm1d]]:
+        return zip(self.hidden, self.norms, strict=True)
 
 
 def linear_norm(linear: nn.Linear, norm: nn.BatchNorm1d, x: Tensor, batch_statistics: bool) -> Tensor:

@@ -63,7 +63,7 @@ def training_weights(expert: Expert, patches: Tensor, num_heads: int) -> Attenti
 
 def vae_weights(expert: Expert) -> VAEWeights:
     """One expert's VAE weights, K = 1: views of its parameters."""
-    return _vae_view([row[None] for row in _vae_rows(expert)])
+    return _vae_view([row[None] for row in vae_parameters(expert)])
 
 
 class KnowledgeBase:
@@ -73,7 +73,7 @@ class KnowledgeBase:
         self.num_heads = num_heads
         self._attention = _Stack(_attention_rows, _attention_sources)
         self._folded = _Stack(partial(_folded_rows, num_heads), _folded_sources)
-        self._vae = _Stack(_vae_rows, _vae_sources)
+        self._vae = _Stack(vae_parameters, _vae_sources)
 
     def attention(self, experts: Sequence[Expert]) -> AttentionWeights:
         """Attention weights of these experts, the first len(experts) of the model."""
@@ -186,7 +186,7 @@ def _folded_sources(expert: Expert) -> list[nn.Module]:
     return [expert.qkv]
 
 
-def _vae_rows(expert: Expert) -> list[Tensor]:
+def vae_parameters(expert: Expert) -> list[Tensor]:
     """Weight [out, in] and bias [out] of every layer, encoder first."""
     vae = expert.vae
     layers = [*vae.encoder, vae.mu, vae.log_sigma, *vae.decoder]

@@ -15,13 +15,15 @@ from levit import reference
 from levit.cache import CachedRows, KnowledgeCache, MemoryCache
 from levit.config import LEViTConfig
 from levit.expert import Expert
-from levit.knowledge import KnowledgeBase, attention_weights, training_weights, vae_weights
+from levit.knowledge import KnowledgeBase, attention_weights, training_weights, vae_parameters, vae_weights
 from levit.memory import Memory
 from levit.reference import classification_loss, features, normal, patches
 from levit.routing import Prediction
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
+from levit_kernels.backends.registry import native
 from levit_kernels.folded_attention import folded_attention
 from levit_kernels.vae_codes import vae_codes
+from levit_kernels.vae_training import vae_training_loss
 
 CHUNK = 256
 """Images evaluated at a time, so that temporaries do not grow with the batch."""
@@ -135,8 +137,12 @@ class LEViT(reference.LEViT):
     ) -> Tensor:
         """As the reference's; `cache` holds stored features of the frozen experts for these images."""
         images = self.check_training_batch(images, labels)
-        logits = self.active.head(self._fuse_training(images, cache), batch_statistics=True)
-        return classification_loss(logits, labels) + self._vae_training_loss(images, generator)
+        fused, head = self._fuse_training(images, cache), self.active.head
+        if self._attention_packs and native("head_training_loss", fused):
+            loss = head.training_loss(fused, labels)
+        else:
+            loss = classification_loss(head(fused, batch_statistics=True), labels)
+        return loss + self._vae_training_loss(images, generator)
 
     def frozen_features(self, images: Tensor, out: Tensor | None = None) -> Tensor:
         """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E], written to `out` where it is given."""
@@ -167,6 +173,11 @@ class LEViT(reference.LEViT):
             return super()._active_codes(images, generator)
         noise = normal((1, len(images), self.cfg.latent_dim), images, generator)
         return vae_codes(images.flatten(1), vae_weights(self.active).encoder, noise)[0]
+
+    def _mean_vae_loss(self, images: Tensor, noise: Tensor) -> Tensor:
+        if self.cfg.vae != "mlp" or not native("vae_training_loss", images):
+            return super()._mean_vae_loss(images, noise)
+        return vae_training_loss(images.flatten(1), vae_parameters(self.active), self.cfg.beta, noise)
 
     def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.active.parameters(), lr=learning_rate, fused=True)

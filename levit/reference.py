@@ -393,6 +393,9 @@ class LEViT(nn.Module):
 
     def _vae_training_loss(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
         noise = normal((len(images), self.cfg.latent_dim), images, generator)
+        return self._mean_vae_loss(images, noise)
+
+    def _mean_vae_loss(self, images: Tensor, noise: Tensor) -> Tensor:
         return self.active.vae.loss(images, noise).mean()
 
     def _choose(self, images: Tensor, class_logits: Tensor | None = None) -> Tensor:

@@ -82,9 +82,9 @@ def once_differentiable(op: str) -> Callable[..., Any]:
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(ctx: Any, grad: torch.Tensor) -> tuple:
+        def run(ctx: Any, *by_outputs: torch.Tensor) -> tuple:
             with torch.no_grad():
-                grads = backward(ctx, grad)
+                grads = backward(ctx, *by_outputs)
             if not torch.is_grad_enabled():
                 return grads
             message = f"levit_kernels.{op} is differentiable once: its gradient has no gradient of its own"

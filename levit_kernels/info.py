@@ -55,6 +55,13 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, tuple]:
         "expansion_distances": (new(batch, pixels), encoder, new(batch, latent), new(experts, batch, latent)),
         "elbo_loss": (new(batch, pixels), encoder, decoder, 0.5, None),
         "vae_codes": (new(batch, pixels), encoder, new(experts, batch, latent)),
+        "vae_training_loss": (
+            new(batch, pixels),
+            [x[0].mT if x.dim() == 3 else x[0] for x in (*encoder, *decoder)],
+            0.5,
+            new(batch, latent),
+        ),
+        "head_training_loss": (new(batch, width), index, [new(hidden, width), new(hidden)], 0.2, 1e-5),
         "task_attention": (
             new(experts, width),
             new(batch, length, width),

@@ -2,20 +2,13 @@
 
 #include <algorithm>
 
+#include "functions.h"
 #include "multiversion.h"
 #include "products.h"
+#include "tiles.h"
 
 namespace levit {
 namespace {
-
-// tanh to the rounding of 1; a NaN stays one
-template <class T, class V>
-LEVIT_INLINE V tanh_of(const V& x) {
-  const V size = x < 0 ? -x : x;
-  const V power = exp2_of_negative<T, sizeof(V) / sizeof(T)>(size * static_cast<T>(-2 * 1.44269504088896340736));
-  const V tanh = (1 - power) / (1 + power);
-  return x < 0 ? -tanh : tanh;
-}
 
 // y [count] = activation(y)
 template <class T>
@@ -94,6 +87,14 @@ LEVIT_INLINE void dense_layer(const Layer<T>& layer, int64_t k, const T* x, cons
 }
 
 }  // namespace
+
+LEVIT_MULTIVERSION void turn_rows(const float* from, int64_t rows, int64_t size, float* to, int64_t stride) {
+  Tiles<float, kLanesOf<float>, 12>::turn(from, size, rows, size, to, stride);
+}
+
+LEVIT_MULTIVERSION void turn_rows(const double* from, int64_t rows, int64_t size, double* to, int64_t stride) {
+  Tiles<double, kLanesOf<double>, 12>::turn(from, size, rows, size, to, stride);
+}
 
 LEVIT_MULTIVERSION void dense(const Layer<float>& layer, int64_t k, const float* x, const Layout<float>& layout,
                               Activation activation, float* y) {

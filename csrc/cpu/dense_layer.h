@@ -41,6 +41,10 @@ void dense(const Layer<float>& layer, int64_t k, const float* x, const Layout<fl
 void dense(const Layer<double>& layer, int64_t k, const double* x, const Layout<double>& layout, Activation activation,
            double* y);
 
+// to [size, stride] = from [rows, size]
+void turn_rows(const float* from, int64_t rows, int64_t size, float* to, int64_t stride);
+void turn_rows(const double* from, int64_t rows, int64_t size, double* to, int64_t stride);
+
 // from [rows, size] in that layout, `copies` times one after another; padding is zero
 template <class T>
 void lay_out(const T* from, int64_t rows, int64_t size, int64_t copies, const Layout<T>& layout, T* to) {
@@ -48,8 +52,8 @@ void lay_out(const T* from, int64_t rows, int64_t size, int64_t copies, const La
     for (int64_t copy = 0; copy < copies; ++copy) to = std::copy(from, from + rows * size, to);
     return;
   }
+  turn_rows(from, rows, size, to, layout.rows);
   for (int64_t i = 0; i < size; ++i, to += layout.rows) {
-    for (int64_t r = 0; r < rows; ++r) to[r] = from[r * size + i];
     for (int64_t copy = 1; copy < copies; ++copy) std::copy(to, to + rows, to + copy * rows);
     std::fill(to + rows * copies, to + layout.rows, T(0));
   }

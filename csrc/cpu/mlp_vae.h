@@ -9,6 +9,7 @@
 
 #include "../errors.h"
 #include "dense_layer.h"
+#include "scratch.h"
 
 namespace levit {
 
@@ -28,11 +29,12 @@ struct Encoder {
 // images -> mu and the clamped log sigma of expert k, all in one layout
 template <class T>
 void encode(const Encoder<T>& by, int64_t k, const T* images, const Layout<T>& layout, T* mu, T* log_sigma) {
-  std::vector<T> hidden1(layout.rows * by.first.out), hidden2(layout.rows * by.second.out);
-  dense(by.first, k, images, layout, Activation::kTanh, hidden1.data());
-  dense(by.second, k, hidden1.data(), layout, Activation::kTanh, hidden2.data());
-  dense(by.to_mu, k, hidden2.data(), layout, Activation::kNone, mu);
-  dense(by.to_log_sigma, k, hidden2.data(), layout, Activation::kNone, log_sigma);
+  const auto [hidden1, hidden2] =
+      scratch<T, &encode<T>>({layout.rows * by.first.out, layout.rows * by.second.out});
+  dense(by.first, k, images, layout, Activation::kTanh, hidden1);
+  dense(by.second, k, hidden1, layout, Activation::kTanh, hidden2);
+  dense(by.to_mu, k, hidden2, layout, Activation::kNone, mu);
+  dense(by.to_log_sigma, k, hidden2, layout, Activation::kNone, log_sigma);
   for (int64_t i = 0; i < layout.rows * by.latent(); ++i) {
     const T value = log_sigma[i];
     log_sigma[i] = value < T(kLogSigmaMin) ? T(kLogSigmaMin) : value > T(kLogSigmaMax) ? T(kLogSigmaMax) : value;

@@ -10,7 +10,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "../errors.h"
+#include "functions.h"
 #include "mlp_vae.h"
+#include "scratch.h"
 
 namespace levit {
 namespace {
@@ -19,17 +21,30 @@ using torch::headeronly::ScalarType;
 
 constexpr int64_t kBlockImages = 256;  // images of a task: what is kept of them stays in the cache
 
+// x [count] = e^x
+template <class T>
+LEVIT_INLINE void exponentials(T* x, int64_t count) {
+  constexpr int kWidth = kLanesOf<T>;
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) store(x + i, exp_of<T>(load<kWidth>(x + i)));
+  for (; i < count; ++i) x[i] = std::exp(x[i]);
+}
+
+LEVIT_MULTIVERSION void exponentials_of(float* x, int64_t count) { exponentials(x, count); }
+LEVIT_MULTIVERSION void exponentials_of(double* x, int64_t count) { exponentials(x, count); }
+
 // noise [batch, L] -> codes [batch, L] of expert k, for images that are laid out
 template <class T>
 void codes_of(const Encoder<T>& encoder, int64_t k, const T* images, int64_t batch, const T* noise, T* codes) {
   const Layout<T> layout(batch);
   const int64_t latent = encoder.latent();
-  std::vector<T> mu(layout.rows * latent), log_sigma(layout.rows * latent);
-  encode(encoder, k, images, layout, mu.data(), log_sigma.data());
+  const auto [mu, sigma] = scratch<T, &codes_of<T>>({layout.rows * latent, layout.rows * latent});
+  encode(encoder, k, images, layout, mu, sigma);  // of sigma the logarithm
+  exponentials_of(sigma, layout.rows * latent);
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t l = 0; l < latent; ++l, ++noise, ++codes) {
       const int64_t i = layout.at(b, l, latent);
-      *codes = mu[i] + std::exp(log_sigma[i]) * *noise;
+      *codes = mu[i] + sigma[i] * *noise;
     }
   }
 }
@@ -47,19 +62,23 @@ void compute(const Tensor& images, const std::vector<Tensor>& weights, const Ten
   const auto* draws = static_cast<const T*>(noise.data_ptr());
   auto* to = static_cast<T*>(codes.data_ptr());
   const int64_t blocks = (batch + kBlockImages - 1) / kBlockImages;
-  std::vector<std::vector<T>> laid_out(blocks);
   const auto images_of = [&](int64_t block) { return std::min(kBlockImages, batch - block * kBlockImages); };
-  torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      const Layout<T> layout(images_of(block));
-      laid_out[block].resize(layout.rows * pixels);
-      lay_out(from + block * kBlockImages * pixels, images_of(block), pixels, 1, layout, laid_out[block].data());
-    }
+  const auto lay_out_block = [&](int64_t block, T* laid_out) {
+    const Layout<T> layout(images_of(block));
+    lay_out(from + block * kBlockImages * pixels, images_of(block), pixels, 1, layout, laid_out);
+  };
+  const int64_t of_block = Layout<T>(std::min(kBlockImages, batch)).rows * pixels;
+  std::vector<T> shared(experts > 1 ? blocks * of_block : 0);  // one expert lays out a block when it needs it
+  torch::stable::parallel_for(0, experts > 1 ? blocks : 0, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) lay_out_block(block, shared.data() + block * of_block);
   });
   torch::stable::parallel_for(0, experts * blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {  // all blocks of an expert while its weights are near
       const int64_t k = task / blocks, block = task % blocks, first = (k * batch + block * kBlockImages) * latent;
-      codes_of(encoder, k, laid_out[block].data(), images_of(block), draws + first, to + first);
+      const auto [own] = scratch<T, &compute<T>>({experts > 1 ? 0 : of_block});
+      if (experts == 1) lay_out_block(block, own);
+      const T* x = experts > 1 ? shared.data() + block * of_block : own;
+      codes_of(encoder, k, x, images_of(block), draws + first, to + first);
     }
   });
 }

@@ -10,6 +10,7 @@ import torch
 from .. import gates as gating
 from .. import native
 from .._check import at_least_float32
+from .._loss import LossWithGradients
 from ..composed import dkf_fuse as composed_dkf_fuse
 from ..composed import elbo_loss as composed_elbo_loss
 from ..composed import expert_attention as composed_attention
@@ -19,6 +20,8 @@ from ..composed.expert_attention_backward import expert_attention_backward as co
 from ..composed.latent_distance import latent_distance_backward
 from ..composed.task_forms import folds
 from ..folded_attention import FoldedWeights
+from ..head_training import head_training_loss_reference
+from ..vae_training import vae_training_loss_reference
 from .registry import Backend, device_of
 
 
@@ -189,6 +192,31 @@ def vae_codes(images: torch.Tensor, encoder: Sequence[torch.Tensor], noise: torc
     return torch.ops.levit_native.vae_codes(images, weights, noise)
 
 
+def vae_training_loss(
+    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor
+) -> torch.Tensor:
+    """See levit_kernels.vae_training; without gradients to compute it is left to torch."""
+    if not torch.is_grad_enabled():
+        return vae_training_loss_reference(images, weights, beta, noise)
+    dense = [x.detach().contiguous() for x in weights]
+    return LossWithGradients.apply(lambda: torch.ops.levit_native.vae_training(images, dense, beta, noise), *weights)[0]
+
+
+def head_training_loss(
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    negative_slope: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, ...]:
+    """See levit_kernels.head_training; without gradients to compute it is left to torch."""
+    if not torch.is_grad_enabled():
+        return head_training_loss_reference(features, labels, weights, negative_slope, epsilon)
+    x, *dense = (x.detach().contiguous() for x in (features, *weights))
+    native_op = torch.ops.levit_native.head_training
+    return LossWithGradients.apply(lambda: native_op(x, labels, dense, negative_slope, epsilon), features, *weights)
+
+
 def _linear_layout(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """The weights as [K, out, in] without a copy, None where they are no views of that."""
     views = [x.transpose(1, 2) if x.dim() == 3 else x for x in weights]
@@ -236,6 +264,8 @@ OPS = {
     "elbo_loss": elbo_loss,
     "elbo_loss_backward": composed_elbo_loss.elbo_loss_backward,
     "vae_codes": vae_codes,
+    "vae_training_loss": vae_training_loss,
+    "head_training_loss": head_training_loss,
     "task_attention": task_attention,
     "task_attention_backward": composed_tasks.task_attention_backward,
     "dkf_fuse": dkf_fuse,
@@ -261,6 +291,8 @@ def refuse(op: str, args: tuple) -> str | None:
         return None
     if op.startswith("expert_attention") or op == "folded_attention":
         args = args[1:2]  # the dtype of patches and weights; gates may have any
+    if op == "head_training_loss":
+        args = args[:1]  # labels are integers
     for x in args:
         if isinstance(x, torch.Tensor) and x.dtype not in (torch.float32, torch.float64):
             return f"takes float32 and float64, got {x.dtype}"

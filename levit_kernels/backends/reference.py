@@ -15,9 +15,11 @@ from ..expansion_distances import expansion_distances_reference
 from ..expert_attention import expert_attention_reference, reference_stages
 from ..folded_attention import folded_attention_reference
 from ..gates import gated_sum
+from ..head_training import head_training_loss_reference
 from ..latent_distance import latent_distance_reference
 from ..task_attention import task_attention_reference
 from ..vae_codes import vae_codes_reference
+from ..vae_training import vae_training_loss_reference
 from .registry import Backend
 
 _KEYS = (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.ADInplaceOrView)
@@ -105,6 +107,8 @@ OPS = {
     "elbo_loss": elbo_loss_reference,
     "elbo_loss_backward": _elbo_loss_backward,
     "vae_codes": vae_codes_reference,
+    "vae_training_loss": vae_training_loss_reference,
+    "head_training_loss": head_training_loss_reference,
     "task_attention": _dense(task_attention_reference),
     "task_attention_backward": _task_attention_backward,
 }

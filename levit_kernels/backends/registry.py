@@ -140,6 +140,11 @@ def _reasons_against(op: str, args: tuple, before: str | None = None) -> str:
     return "; ".join(f"{backend.name}: {backend.reason_against(op, args)}" for backend in passed)
 
 
+def native(op: str, *args: Any) -> bool:
+    """Whether the native CPU kernels are in charge of this call: they take it, and no other backend is forced."""
+    return forced() in (None, "cpu") and backends()["cpu"].can_run(op, args)
+
+
 def run(op: str, *args: Any) -> Any:
     """Computes `op` on the chosen backend."""
     return choose(op, args).ops[op](*args)

@@ -14,6 +14,8 @@ from ..composed import (
     task_attention,
     vae_codes,
 )
+from ..head_training import head_training_loss_reference
+from ..vae_training import vae_training_loss_reference
 from .registry import Backend, device_of
 
 OPS = {
@@ -29,6 +31,8 @@ OPS = {
     "elbo_loss": elbo_loss.elbo_loss,
     "elbo_loss_backward": elbo_loss.elbo_loss_backward,
     "vae_codes": vae_codes.vae_codes,
+    "vae_training_loss": vae_training_loss_reference,
+    "head_training_loss": head_training_loss_reference,
     "task_attention": task_attention.task_attention,
     "task_attention_backward": task_attention.task_attention_backward,
 }

@@ -42,6 +42,8 @@ def test_automatic_choice():
         "expansion_distances": "torch",
         "elbo_loss": "cpu" if NATIVE else "torch",
         "vae_codes": "cpu" if NATIVE else "torch",
+        "vae_training_loss": "cpu" if NATIVE else "torch",
+        "head_training_loss": "cpu" if NATIVE else "torch",
         "task_attention": "cpu" if NATIVE else "torch",
     }
     assert pick("latent_distance", torch.bfloat16) == "torch"
