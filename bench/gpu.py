@@ -130,7 +130,7 @@ def steps() -> list[Step]:
     plan.append(Step("ceilings: copy bandwidth and matrix products", 5, _ceilings))
     for dtype in reversed(DTYPES):
         for case in gpu_cases.cases():
-            plan.append(Step(f"time {case.op} {case.size} {dtype}: plain and as a CUDA graph", 15, _time(case, dtype)))
+            plan.append(Step(f"time {case.op} {case.size} {dtype}: plain and as a CUDA graph", 14, _time(case, dtype)))
     for name in UNPROVEN:
         small, large = (_with_kernel(name, cases) for cases in (gpu_cases.cases(**SMALL)[:-1], gpu_cases.cases()))
         for dtype in DTYPES:
