@@ -24,13 +24,10 @@ from levit.export import load_model, save_model
 from levit.memory import Memory
 from levit.noise import fixed_noise, position_noise
 from levit.routing import Prediction, Router
+from levit_kernels.head_training import NO_LABEL
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-NO_LABEL = -1
-"""Stands in for the label of an image that has none."""
 
 
 def patches(images: Tensor, patch_size: int) -> Tensor:

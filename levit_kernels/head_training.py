@@ -11,6 +11,7 @@ from ._check import Shapes
 from .backends.registry import run
 
 NO_LABEL = -1
+"""Stands in for the label of an image that has none."""
 
 
 def head_training_loss(

@@ -1,34 +1,25 @@
 """task_attention: one program per image, group of heads and block of queries; scores never leave the chip.
 
-Torch computes what is one large matrix product, a kernel all that lies between. It serves both forms that `folds`
-chooses from by counting operations: products are what either form costs here too, and few tokens fold on every device
-(one token of the CIFAR preset: a 25th of the operations, a tenth of the numbers to write).
+What torch computes around the kernel, and the two forms that the kernel serves: composed/task_tokens.py. Products are
+what either form costs here too, and few tokens fold on every device (one token of the CIFAR preset: a 25th of the
+operations, a tenth of the numbers to write).
 
-- Projected: H groups of T queries each, against keys and values of d columns that a product made of the patches.
-- Folded: one group of H*T queries that went through W_k, against the patches themselves; W_v follows.
-
-In both a token is one more key and value for its own queries, so the kernel need not know which form it computes.
 A block of scores [ROWS, BLOCK_N] covers all patches of an image: that spares the rescaling of an online softmax, and
 columns of keys and values may be any number, as they come BLOCK_C at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..composed.linear import matmul
-from ..composed.task_attention import tiles
-from ..composed.task_forms import folds
+from ..composed import task_tokens
 from .launch import ceil_div, dot_precision, launch, power_of_two
 
 MOST_PATCHES = 256
-SCRATCH_BYTES = 256 << 20  # of keys, values and weighted sums at a time
 
 
 @triton.jit
@@ -155,37 +146,8 @@ def tile_for(rows: int, patches: int, depth: int, dtype: torch.dtype) -> dict[st
     }
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """What tokens bring to every image, and what images must bring to them. C is d or, folded, D."""
-
-    folded: bool
-    plain_query: torch.Tensor
-    """`[H,T,d]`"""
-    query: torch.Tensor
-    """`[H,T,C]`"""
-    own_key: torch.Tensor
-    """`[H,T,C]`; where folded the tokens themselves, for every head the same."""
-    own_value: torch.Tensor
-    """`[H,T,C]`"""
-    wk: torch.Tensor
-    wv: torch.Tensor
-    """Of the heads, `[H,d,D]`, as wk."""
-    scale: float
-
-    def tiles(self, patches: torch.Tensor) -> Iterator[slice]:
-        """Parts of the batch that need no more than SCRATCH_BYTES."""
-        (heads, tokens, depth), length = self.query.shape, patches.shape[1]
-        numbers = 2 * heads * depth * (tokens if self.folded else length) + 2 * heads * tokens * length
-        return tiles(patches, numbers, SCRATCH_BYTES)
-
-    def keys_and_values(self, patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """patches `[b,N,D]` -> twice `[b,N,G,C]`, of the same strides."""
-        if self.folded:
-            return patches[:, :, None], patches[:, :, None]
-        rows, shape = patches.flatten(0, 1), (*patches.shape[:2], len(self.query), -1)
-        keys, values = (matmul(rows, w.flatten(0, 1).t()).view(shape) for w in (self.wk, self.wv))
-        return keys, values
+class Tokens(task_tokens.Tokens):
+    """With the Triton kernel of the forward pass."""
 
     def start(self, kernel: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any) -> None:
         """Launches a kernel over keys and values; `args` follow those that all have."""
@@ -204,52 +166,8 @@ class Tokens:
             **tile,
         )
 
-    def mix(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The sums of values and the own ones by attention, `[H,b,T,C]`."""
-        (heads, tokens, depth), images = self.query.shape, len(keys)
-        if self.folded:
-            out = keys.new_empty(heads, images, tokens, depth)
-        else:
-            out = keys.new_empty(images, tokens, heads, depth).permute(2, 0, 1, 3)
+    def attend(self, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
         self.start(_forward, keys, values, out, *out.stride()[:3])
-        return out
-
-    def join(self, mixed: torch.Tensor) -> torch.Tensor:
-        """What `mix` returned -> the heads' outputs side by side, `[b*T,D]`."""
-        heads, images, tokens, _ = mixed.shape
-        if not self.folded:
-            return mixed.permute(1, 2, 0, 3).view(images * tokens, -1)
-        out = mixed.new_empty(images * tokens, heads, self.wv.shape[1])
-        torch.bmm(mixed.flatten(1, 2), self.wv.transpose(1, 2), out=out.transpose(0, 1))
-        return out.view(images * tokens, -1)
-
-
-def tokens_for(
-    patches: torch.Tensor,
-    tokens: torch.Tensor,
-    wq: torch.Tensor,
-    wk: torch.Tensor,
-    wv: torch.Tensor,
-    num_heads: int,
-    scale: float | None,
-) -> Tokens:
-    """What one call asks of all its images."""
-    depth = tokens.shape[1] // num_heads
-    scale = depth**-0.5 if scale is None else scale
-    folded = folds(num_heads, len(tokens), depth, patches.shape[1])
-    query = _by_head(matmul(tokens, wq.t()), num_heads)
-    heads_of = (w.unflatten(0, (num_heads, depth)) for w in (wk, wv))
-    if not folded:
-        key, value = (_by_head(matmul(tokens, w.t()), num_heads) for w in (wk, wv))
-        return Tokens(False, query, query, key, value, *heads_of, scale)
-    by_key, by_value = heads_of
-    own = tokens.contiguous().expand(num_heads, -1, -1)
-    return Tokens(True, query, torch.bmm(query, by_key), own, own, by_key, by_value, scale)
-
-
-def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """`[T,D]` -> `[H,T,d]`, dense."""
-    return x.unflatten(1, (heads, -1)).transpose(0, 1).contiguous()
 
 
 def task_attention(
@@ -264,7 +182,4 @@ def task_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """See levit_kernels.task_attention."""
-    asking = tokens_for(patches, tokens, wq, wk, wv, num_heads, scale)
-    heads = [asking.join(asking.mix(*asking.keys_and_values(patches[part]))) for part in asking.tiles(patches)]
-    rows = heads[0] if len(heads) == 1 else torch.cat(heads)
-    return matmul(rows, wo.t(), bo).view(len(patches), *tokens.shape)
+    return task_tokens.forward(Tokens.of(patches, tokens, wq, wk, wv, num_heads, scale), patches, wo, bo)

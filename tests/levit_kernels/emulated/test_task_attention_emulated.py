@@ -4,6 +4,7 @@ import pytest
 import torch
 from emulator import DTYPES, EmulatorError
 
+from levit_kernels.composed import task_tokens
 from levit_kernels.composed.task_forms import folds
 from levit_kernels.cuda import task_attention as cuda
 from levit_kernels.cuda.task_attention_backward import task_attention_backward
@@ -82,7 +83,7 @@ def test_only_what_is_wanted(emulator, size):
 
 @pytest.mark.parametrize("size", ["odd, folded", "odd, projected"])
 def test_parts_of_a_batch(emulator, size, monkeypatch):
-    monkeypatch.setattr(cuda, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(task_tokens, "SCRATCH_BYTES", 1)
     assert_accurate(case(torch.float32, size))
     assert emulator.launches == 3 * 3
 
