@@ -1,7 +1,7 @@
 """Rule `calibrated` (ours): what the expert at work does not expect of arriving batches, before it learns from them.
 
 Two charts (`levit.detector`), one number per batch each: the mean log VAE loss of its images, and, where images have
-labels, their mean cross-entropy. Either may raise the alarm. Nothing is set per data set: the one parameter is the
+labels, how wrong it has them. Either may raise the alarm. Nothing is set per data set: the one parameter is the
 expected number of images between two false alarms. docs/expansion.md has the statistics.
 
 Old data may return: an expert whose charts find nothing in the suspect batches is *recalled*. Then no expert is added
@@ -10,10 +10,12 @@ and nothing is trained, a frozen expert least of all; the active one goes on whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from levit.detector import WARM_UP, WINDOW, Chart, normal_score
@@ -33,7 +35,16 @@ class Surprise(NamedTuple):
     vae: float
     """Mean log VAE loss of the images."""
     label: float | None
-    """Mean cross-entropy of those that have a label; None if none has."""
+    """`label_surprise` of the images that have a label; None if none has."""
+
+
+def label_surprise(logits: Tensor, labels: Tensor) -> float:
+    """Mean cross-entropy of logits [B, classes] and labels [B], B ≥ 1, but at least ln 2 / B.
+
+    With less than that every label is right: a wrong one has a probability of ½ at most. Ranks know no scale, and
+    without the bound a cross-entropy that creeps from 1e-4 to 1e-3, as a learner's does, would raise an alarm.
+    """
+    return max(F.cross_entropy(logits, labels).item(), math.log(2) / len(labels))
 
 
 @dataclass(frozen=True)

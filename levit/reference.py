@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from levit.cache import KnowledgeCache, MemoryCache
-from levit.calibrated import Surprise
+from levit.calibrated import Surprise, label_surprise
 from levit.checks import check_images, check_labels
 from levit.config import LEViTConfig
 from levit.expert import NEGATIVE_SLOPE, Expert, linear_norm
@@ -278,7 +278,7 @@ class LEViT(nn.Module):
         if not labelled.any():
             return Surprise(vae.item(), None)
         logits = self.forward_expert(images[labelled], k)
-        return Surprise(vae.item(), F.cross_entropy(logits, labels[labelled]).item())
+        return Surprise(vae.item(), label_surprise(logits, labels[labelled]))
 
     def training_loss(
         self, images: Tensor, labels: Tensor, cache: Any = None, generator: torch.Generator | None = None

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from levit.calibrated import label_surprise
 from levit.checks import check_labels, check_values
 from levit.detector import Chart
 from levit.dytox.augment import crop_and_mirror, mix_up
@@ -92,8 +93,8 @@ class FreeDyToxLearner:
 
     @torch.no_grad()
     def surprise(self, images: Tensor, labels: Tensor) -> float:
-        """Mean cross-entropy of labels [b] over all classes; infinite where one of them never came."""
-        return F.cross_entropy(self.model(images), labels).item()
+        """`levit.calibrated.label_surprise` of labels [b] over all classes; infinite where one of them never came."""
+        return label_surprise(self.model(images), labels)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on as if never stopped; plain types and tensors."""

@@ -1,5 +1,7 @@
 """Rule `calibrated`: scripted surprises through the rule, and small synthetic streams through the learner."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,8 @@ from helpers import small_config
 
 import levit
 from levit import reference
-from levit.calibrated import CalibratedRule, Surprise
+from levit.calibrated import CalibratedRule, Surprise, label_surprise
+from levit.detector import Chart
 
 KINDS = [reference.LEViT, levit.LEViT]
 
@@ -220,3 +223,32 @@ def test_surprise_is_log_vae_loss_and_cross_entropy():
         expected = -(logits.log_softmax(1).gather(1, labels[1:, None])).mean().item()
         assert found.label == pytest.approx(expected)
     assert model.surprise(images, torch.full_like(labels, -1), 0).label is None
+
+
+def logits_for(cross_entropies):
+    """Two classes; class 0 has these cross-entropies."""
+    wrong = -np.expm1(-np.asarray(cross_entropies))
+    return torch.tensor(np.stack([np.log1p(-wrong), np.log(wrong)], axis=1))
+
+
+def test_labels_that_are_all_right_surprise_nobody():
+    random = np.random.RandomState(0)
+    for count in (1, 3, 10):
+        labels = torch.zeros(count, dtype=torch.int64)
+        for scale in (1e-6, 1e-3, 0.1, 1.0, 5.0):
+            losses = scale * random.exponential(size=count)
+            found = label_surprise(logits_for(losses), labels)
+            assert found == pytest.approx(max(losses.mean(), math.log(2) / count))
+            if losses.max() > math.log(2):  # a label is wrong
+                assert found == pytest.approx(losses.mean())
+    assert math.isnan(label_surprise(torch.full((2, 2), torch.nan), torch.zeros(2, dtype=torch.int64)))
+
+
+def test_a_cross_entropy_that_creeps_far_below_a_wrong_label_raises_no_alarm():
+    random, labels = np.random.RandomState(0), torch.zeros(10, dtype=torch.int64)
+    losses = [1e-5 * 1.15 ** max(0, i - 60) * random.exponential(size=10) for i in range(110)]
+    naive, chart = Chart(6.0), Chart(6.0)
+    assert any(naive.observe(batch.mean()) for batch in losses), "ranks alone see a change"
+    assert not any(chart.observe(label_surprise(logits_for(batch), labels)) for batch in losses)
+    wrong = [label_surprise(logits_for(5 + random.exponential(size=10)), labels) for _ in range(5)]
+    assert [chart.observe(value) for value in wrong] == [False] * 4 + [True]
