@@ -6,13 +6,15 @@ expected number of images between two false alarms. docs/expansion.md has the st
 
 Old data may return: an expert whose charts find nothing in the suspect batches is *recalled*. Then no expert is added
 and nothing is trained, a frozen expert least of all; the active one goes on when its own data come back.
+
+Suspect batches are held back: nobody learns from them until they are cleared or an alarm says whose they are. An expert
+that trained on them just before it was frozen would keep them for good, and so would its batch norm.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.nn.functional as F
@@ -47,14 +49,25 @@ def label_surprise(logits: Tensor, labels: Tensor) -> float:
     return max(F.cross_entropy(logits, labels).item(), math.log(2) / len(labels))
 
 
-@dataclass(frozen=True)
-class Change:
+Batch = tuple[Tensor, Tensor]
+"""Images and labels."""
+
+
+class Change(NamedTuple):
     """The stream has another source since a few batches."""
 
-    earlier: list[tuple[Tensor, Tensor]]
-    """Images and labels of those batches, but for the newest."""
+    batches: list[Batch]
+    """Those batches, oldest first. Nobody has learned from them."""
     expert: int | None
     """Who explains the new source: an expert's number, or None: nobody, a new one is wanted."""
+
+
+class Verdict(NamedTuple):
+    """What the newest batch decided, about itself and about those that were held back before it."""
+
+    cleared: list[Batch]
+    """Batches, oldest first, that are of the expert's at work: it may learn from them now."""
+    change: Change | None
 
 
 class CalibratedRule:
@@ -72,8 +85,8 @@ class CalibratedRule:
         self.recalled: int | None = None
         self.waiting: list[list[float]] = []
         """While an expert is recalled: the windows of the active one."""
-        self.suspects: list[tuple[Tensor, Tensor]] = []
-        """The newest batches, back to where the longer-suspecting chart left zero, images and labels."""
+        self.suspects: list[Batch] = []
+        """The newest batches, back to where the longer-suspecting chart left zero, but at most `WINDOW`."""
 
     @property
     def statistic(self) -> float:
@@ -84,8 +97,8 @@ class CalibratedRule:
         """The active expert, or the frozen one that was recalled."""
         return model.num_experts - 1 if self.recalled is None else self.recalled
 
-    def observe(self, model: LEViT, images: Tensor, labels: Tensor) -> Change | None:
-        """Look at the next batch, [b, C, S, S] and [b] int64 with -1 for no label; the change it reveals, if any."""
+    def observe(self, model: LEViT, images: Tensor, labels: Tensor) -> Verdict:
+        """Look at the next batch, [b, C, S, S] and [b] int64 with -1 for no label, before anybody learns from it."""
         at_work = self.expert_at_work(model)
         surprise = model.surprise(images, labels, at_work)
         alarm = False
@@ -94,10 +107,9 @@ class CalibratedRule:
                 alarm |= chart.observe(value)
         self.suspects.append((images, labels))
         if alarm:
-            self._keep_suspects(max(len(chart.suspect) for chart in self.charts if chart.statistic > chart.limit))
-            return Change(self.suspects[:-1], self._who_explains(model, at_work))
-        self._keep_suspects(max(len(chart.suspect) for chart in self.charts))
-        return None
+            cleared = self._clear(max(len(chart.suspect) for chart in self.charts if chart.statistic > chart.limit))
+            return Verdict(cleared, Change(list(self.suspects), self._who_explains(model, at_work)))
+        return Verdict(self._clear(max(len(chart.suspect) for chart in self.charts)), None)
 
     def expand(self) -> None:
         """The active expert was frozen and another one added, which starts with the suspect batches."""
@@ -143,8 +155,11 @@ class CalibratedRule:
     def _fresh(self) -> list[Chart]:
         return [Chart(self.limit), Chart(self.limit)]
 
-    def _keep_suspects(self, count: int) -> None:
-        self.suspects = self.suspects[len(self.suspects) - min(count, WINDOW, len(self.suspects)) :]
+    def _clear(self, suspects: int) -> list[Batch]:
+        """Nothing is the matter but with the newest `suspects` batches: let go of those before them."""
+        count = max(0, len(self.suspects) - min(suspects, WINDOW))
+        cleared, self.suspects = self.suspects[:count], self.suspects[count:]
+        return cleared
 
     def _who_explains(self, model: LEViT, at_work: int) -> int | None:
         """The expert that finds the suspect batches least surprising, if they are no surprise to it."""

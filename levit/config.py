@@ -189,14 +189,18 @@ class LEViTConfig:
     def preset(cls, name: str, variant: str = "levit-dkf", **overrides: Any) -> LEViTConfig:
         """The preset `name` (see `PRESETS`) of a `variant` (see `VARIANTS`), with fields overridden.
 
-        An unknown name raises `ValueError` that suggests the nearest.
+        The published routing `vae` keeps no shared space, so with it there is no prior unless asked for. An unknown
+        name raises `ValueError` that suggests the nearest.
         """
         unknown = set(overrides) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             field = sorted(unknown)[0]
             near = difflib.get_close_matches(field, [f.name for f in dataclasses.fields(cls)], n=1, cutoff=0.0)
             raise ValueError(f"{field}: not a field of LEViTConfig. Did you mean {near[0]!r}?")
-        return cls(**(_known("preset", name, PRESETS) | _known("variant", variant, VARIANTS) | overrides))
+        fields = _known("preset", name, PRESETS) | _known("variant", variant, VARIANTS) | overrides
+        if fields.get("routing") == "vae":
+            fields["prior"] = overrides.get("prior", "none")
+        return cls(**fields)
 
     @property
     def num_patches(self) -> int:
@@ -268,7 +272,7 @@ def _known(what: str, name: str, table: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 # What routes best on each kind of stream; `--routing vae` is the published rule.
-_ROUTED = dict(routing="fused", calibration=True)
+_ROUTED = dict(routing="fused", prior="shared", calibration=True)
 _MNIST = _ROUTED | dict(image_size=28, channels=1, patch_size=7, memory_size=2000, shared_filters=300)
 # Decoders of convolutional VAEs never saw a mean code, so routing averages over samples (SPEC.md, inference [D]).
 _COLOUR = _ROUTED | dict(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from levit.calibrated import CalibratedRule, Change
+from levit.calibrated import Batch, CalibratedRule, Change
 from levit.checks import check_values
 from levit.expansion import rule_fires
 from levit.memory import Memory
@@ -29,7 +29,8 @@ class Event:
     loss: float | None
     """Mean training loss over this batch's updates; None: no update, the memory is too small or an expert recalled."""
     expert: int = 0
-    """Whose data this batch is: of the expert that learns from it, or of one that was recalled (`calibrated`)."""
+    """Whose data this batch is: of the expert that learns from it, or of one that was recalled (`calibrated`). What is
+    suspect counts for the expert at work until an alarm says otherwise."""
     moved: int = 0
     """Images of the batches before that turned out to be that expert's too (a change is noticed late)."""
 
@@ -137,23 +138,23 @@ class Learner:
 
     def _observe_calibrated(self, rule: CalibratedRule, images: Tensor, labels: Tensor) -> Event:
         """Rule `calibrated` looks before anything is learned from the batch, and may fire at any time."""
-        before = rule.expert_at_work(self.model)
-        change = rule.observe(self.model, images, labels)
-        statistic = torch.tensor([rule.statistic])
-        late = [] if change is None else change.earlier
-        expanded = change is not None and self._react(rule, change)
-        expert = rule.expert_at_work(self.model)
-        if expert == before:
-            late = []
-        for _, late_labels in late:
-            self.model.reassign(late_labels, before, expert)
-        self.model.observe(images, labels, expert)
-        moved = sum(len(batch) for batch, _ in late)
-        if rule.recalled is not None:
-            return Event(False, statistic, None, expert, moved)
-        for batch in [*late, (images, labels)]:
-            self._store(*batch)
-        return Event(expanded, statistic, self._update(), expert, moved)
+        before = expert = rule.expert_at_work(self.model)
+        cleared, change = rule.observe(self.model, images, labels)
+        statistic, expanded, moved = torch.tensor([rule.statistic]), False, 0
+        self._learn(cleared, before)
+        if change is not None:
+            expanded = self._react(rule, change)
+            expert = rule.expert_at_work(self.model)
+            self._learn(change.batches, expert)
+            moved = 0 if expert == before else sum(len(batch) for batch, _ in change.batches[:-1])
+        return Event(expanded, statistic, self._update() if rule.recalled is None else None, expert, moved)
+
+    def _learn(self, batches: list[Batch], expert: int) -> None:
+        """These batches are `expert`'s: for routing, and, unless it is frozen, for the memory that it trains on."""
+        for images, labels in batches:
+            self.model.observe(images, labels, expert)
+            if expert == self.model.num_experts - 1:
+                self._store(images, labels)
 
     def _react(self, rule: CalibratedRule, change: Change) -> bool:
         """The stream has another source: recall the expert that knows it, or add one; whether one was added."""

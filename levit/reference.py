@@ -182,11 +182,6 @@ class LEViT(nn.Module):
         if self.router is not None:
             self.router.observe(self, self.check_images(images), labels, expert)
 
-    def reassign(self, labels: Tensor, source: int, expert: int) -> None:
-        """Images with these labels [n], observed as what `source` learns from, turned out to be for `expert`."""
-        if self.router is not None:
-            self.router.reassign(labels, source, expert)
-
     @torch.no_grad()
     def predict(self, images: Tensor) -> Prediction:
         """Label, expert, confidence and whether any expert knows such images: [B, C, S, S] → [B] each.

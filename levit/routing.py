@@ -123,16 +123,7 @@ class Router(nn.Module):
             self.examples.add(expert, scores, model.forward_expert(probes, expert), known, recent)
         if self.shared is not None:
             self.shared.observe(images, labels)
-        self.class_counts[expert] += self._count(labels)
-
-    def reassign(self, labels: Tensor, source: int, expert: int) -> None:
-        """See `levit.reference.LEViT.reassign`; rows of `examples` that this makes a stranger's no longer count."""
-        self._plan = None
-        self.class_counts[source] -= self._count(labels)
-        self.class_counts[expert] += self._count(labels)
-
-    def _count(self, labels: Tensor) -> Tensor:
-        return torch.bincount(labels[labels >= 0], minlength=self.cfg.num_classes)
+        self.class_counts[expert] += torch.bincount(labels[labels >= 0], minlength=self.cfg.num_classes)
 
     def switch(self, routing: str | None = None, prior: str | None = None) -> None:
         """Answer by another rule than the configuration's from now on; what is learned and saved stays the same.

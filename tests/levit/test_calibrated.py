@@ -40,11 +40,13 @@ class Watch:
         self.max_experts = max_experts
         self.batch = 0
         self.log = []
+        self.cleared = []
 
     def see(self, source, count):
         for _ in range(count):
             images = torch.tensor([self.batch, source])
-            change = self.rule.observe(self.model, images, torch.zeros(1, dtype=torch.int64))
+            cleared, change = self.rule.observe(self.model, images, torch.zeros(1, dtype=torch.int64))
+            self.cleared += [int(batch[0]) for batch, _ in cleared]
             if change is not None:
                 self._react(change)
             self.batch += 1
@@ -58,7 +60,7 @@ class Watch:
             self.rule.expand()
         else:
             self.rule.ignore()
-        self.log.append((self.batch, len(change.earlier) + 1, change.expert))
+        self.log.append((self.batch, len(change.batches), change.expert))
 
 
 class TestRule:
@@ -77,6 +79,17 @@ class TestRule:
         assert watch.log[-1][2] is None and watch.model.num_experts == 3 and watch.rule.recalled is None
         watch.see(1, 60)
         assert watch.rule.recalled == 1 and len(watch.log) == 6
+
+    def test_suspect_batches_are_held_back_and_none_is_lost(self):
+        watch = Watch([[0, 9], [9, 0]]).see(0, 100).see(1, 100)
+        ((when, late, _),) = watch.log
+        assert watch.cleared == [*range(when - late + 1), *range(when + 1, 200 - len(watch.rule.suspects))]
+        wait = Watch([[0]])
+        for seen in range(1, 400):
+            wait.see(0, 1)
+            assert wait.cleared == list(range(seen - len(wait.rule.suspects)))
+            assert len(wait.rule.suspects) == max(len(chart.suspect) for chart in wait.rule.charts)
+        assert seen - 10 < len(wait.cleared)
 
     def test_nearly_always(self):
         watches = [Watch([[0, 9], [9, 0]], seed=seed).see(0, 100).see(1, 100).see(0, 50) for seed in range(40)]
@@ -142,6 +155,15 @@ class TestLearner:
             240 - expanded[1]
         )
         assert set(learner.memory.labels[learner.memory.live()].tolist()) == {4, 5}
+
+    def test_nobody_learns_from_suspect_batches(self, kind):
+        learner, _ = run(kind, calibrated_config(routing="shared", shared_filters=6), [0, 0])
+        before = learner.model.num_experts
+        for images, labels in stream(learner.cfg, [1], 3):
+            learner.observe(images, labels)
+        assert learner.model.num_experts == before == 1 and len(learner.rule.suspects) == 3
+        assert set(learner.memory.labels[learner.memory.live()].tolist()) <= {0, 1}
+        assert learner.model.router.class_counts[0, 2:].sum() == 0
 
     def test_returning_data_recall_the_frozen_expert_and_train_nobody(self, kind):
         learner, _ = run(kind, calibrated_config(), [0, 1])

@@ -98,7 +98,7 @@ def test_too_few_rows_and_one_class_have_no_slopes():
     alone = torch.zeros(2, 5, dtype=torch.int64)
     alone[:, 2] = 30
     assert table.label_slopes(alone) is None  # nothing to choose from
-    assert table.label_slopes(torch.zeros_like(alone)) is None  # all of it was reassigned
+    assert table.label_slopes(torch.zeros_like(alone)) is None  # none learned
 
 
 def test_rows_hold_what_the_space_said_before_it_saw_them(kind, monkeypatch):  # noqa: F811
@@ -277,13 +277,13 @@ def test_routing_by_the_vae_keeps_the_prior():
 
 
 def test_a_run_is_evaluated_with_and_without(tmp_path):
-    cfg = run_config(prior="shared")
+    cfg = run_config()
     go(tmp_path / "run", cfg=cfg)
     run, stream = RunDirectory(tmp_path / "run"), build_stream(cfg, RunOptions())
     seen = run.load_checkpoint()["progress"]["seen"]
     given, shared, none = (evaluate(load_model(run, prior=p), stream, seen=seen) for p in (None, "shared", "none"))
     assert given == shared and shared["accuracy"] != none["accuracy"]
     assert shared["images_by_expert"] == none["images_by_expert"] and shared["accuracy"] <= shared["route_accuracy"]
-    go(tmp_path / "plain")
+    go(tmp_path / "plain", cfg=run_config(prior="none"))
     with pytest.raises(ValueError, match="prior: expected none of this model, got 'shared'"):
         load_model(RunDirectory(tmp_path / "plain"), prior="shared")
