@@ -60,6 +60,15 @@ std::vector<Tensor> vae_training(const Tensor& images, const std::vector<Tensor>
 std::vector<Tensor> head_training(const Tensor& features, const Tensor& labels, const std::vector<Tensor>& weights,
                                   double negative_slope, double epsilon);
 
+// Convolution of stride 2 and padding 1, fine [B, H, W, F] -> coarse [B, height, width, C], its transposed one, coarse ->
+// fine, and their weight's gradient [C, F, kernel, kernel]; weight [C, F, k, k] both ways, bias none or [channels of the
+// result], all dense, all float32 or all float64
+Tensor conv_to_coarse(const Tensor& fine, const Tensor& weight, const std::optional<Tensor>& bias, int64_t height,
+                      int64_t width);
+Tensor conv_to_fine(const Tensor& coarse, const Tensor& weight, const std::optional<Tensor>& bias, int64_t height,
+                    int64_t width);
+Tensor conv_weight_gradient(const Tensor& coarse, const Tensor& fine, int64_t kernel);
+
 // features [M, K, N, E] float32, bfloat16 or float64 whose [N, E] are dense, gates [B or 1, K, H or 1] in the type of the
 // sums, index int64 [B] or none (B = M) -> [B, N, E] (equation 8)
 Tensor dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional<Tensor>& index);

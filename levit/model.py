@@ -14,6 +14,7 @@ from torch import Tensor
 from levit import reference
 from levit.cache import CachedRows, KnowledgeCache, MemoryCache
 from levit.config import LEViTConfig
+from levit.conv_vae import conv_vae_loss
 from levit.expert import Expert
 from levit.knowledge import KnowledgeBase, attention_weights, training_weights, vae_parameters, vae_weights
 from levit.memory import Memory
@@ -87,7 +88,7 @@ class LEViT(reference.LEViT):
         """Column k of `elbo_loss`, [B, C, S, S] → [B]."""
         noise = self._route_noise()
         if self.cfg.vae != "mlp":
-            return self.experts[k].vae.loss(images, None if noise is None else noise[:, None])
+            return self._vae_loss(k, images, None if noise is None else noise[:, None])
         return elbo_loss(images.flatten(1), *vae_weights(self.experts[k]), self.cfg.beta, noise)[:, 0]
 
     def answer(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,6 +179,11 @@ class LEViT(reference.LEViT):
         if self.cfg.vae != "mlp" or not native("vae_training_loss", images):
             return super()._mean_vae_loss(images, noise)
         return vae_training_loss(images.flatten(1), vae_parameters(self.active), self.cfg.beta, noise)
+
+    def _vae_loss(self, k: int, images: Tensor, noise: Tensor | None) -> Tensor:
+        if self.cfg.vae == "mlp" or not native("strided_conv", images):
+            return super()._vae_loss(k, images, noise)
+        return conv_vae_loss(self.experts[k].vae, images, noise)
 
     def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.active.parameters(), lr=learning_rate, fused=True)

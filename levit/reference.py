@@ -162,7 +162,7 @@ class LEViT(nn.Module):
         images = self.check_images(images)
         noise = self._route_noise()
         noise = None if noise is None else noise[:, None]
-        return torch.stack([expert.vae.loss(images, noise) for expert in self.experts], dim=1)
+        return torch.stack([self._vae_loss(k, images, noise) for k in range(self.num_experts)], dim=1)
 
     def route(self, images: Tensor) -> Tensor:
         """k*(x) per sample, [B, C, S, S] → [B] int64: argmin_k VAE loss_k(x) [P], or as `levit.routing` has it."""
@@ -268,7 +268,7 @@ class LEViT(nn.Module):
         The VAE loss is taken at the mean code, or at one sampled code where routing samples (`route_samples`).
         """
         noise = self._route_noise()
-        vae = self.experts[k].vae.loss(images, None if noise is None else noise[:1, None]).log().mean()
+        vae = self._vae_loss(k, images, None if noise is None else noise[:1, None]).log().mean()
         labelled = labels != NO_LABEL
         if not labelled.any():
             return Surprise(vae.item(), None)
@@ -388,7 +388,10 @@ class LEViT(nn.Module):
         return self._mean_vae_loss(images, noise)
 
     def _mean_vae_loss(self, images: Tensor, noise: Tensor) -> Tensor:
-        return self.active.vae.loss(images, noise).mean()
+        return self._vae_loss(self.num_experts - 1, images, noise).mean()
+
+    def _vae_loss(self, k: int, images: Tensor, noise: Tensor | None) -> Tensor:
+        return self.experts[k].vae.loss(images, noise)
 
     def _choose(self, images: Tensor, class_logits: Tensor | None = None) -> Tensor:
         """`route`, where the shared space's class logits [B, classes] may be known already."""

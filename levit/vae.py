@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,12 +50,7 @@ class VAE(nn.Module):
         Returns:
             [B].
         """
-        mu, log_sigma = self.encode(images)
-        codes = mu if noise is None else mu + log_sigma.exp() * noise
-        error = (self.decode(codes) - self.target(images)).square().sum(-1)
-        if error.dim() == 2:
-            error = error.mean(0)
-        return error + self.beta * kl_divergence(mu, log_sigma)
+        return vae_loss(self.encode(images), self.decode, self.target(images), noise, self.beta)
 
     def reconstruction_error(self, images: Tensor) -> Tensor:
         """Σ_pixels (x̂ − x)² at the mean code, [B, C, S, S] → [B]: what rule `energy` looks at."""
@@ -114,25 +111,50 @@ class ConvVAE(VAE):
         )
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self._resized(images)
+        pixels = self.resized(images)
         for layer in self.encoder:
-            hidden = F.leaky_relu(layer(hidden), NEGATIVE_SLOPE)
-        hidden = F.leaky_relu(self.hidden(hidden.flatten(1)), NEGATIVE_SLOPE)
+            pixels = F.leaky_relu(layer(pixels), NEGATIVE_SLOPE)
+        return self.code(pixels)
+
+    def code(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last convolution gives, [B, 512, 2, 2] → μ and log σ, [B, L] each."""
+        hidden = F.leaky_relu(self.hidden(pixels.flatten(1)), NEGATIVE_SLOPE)
         return self.mu(hidden), self.log_sigma(hidden).clamp(*LOG_SIGMA_RANGE)
 
+    def first_pixels(self, codes: Tensor) -> Tensor:
+        """Codes [R, L] → what the first transposed convolution takes, [R, 512, 2, 2]."""
+        return F.leaky_relu(self.from_code(codes), NEGATIVE_SLOPE).unflatten(1, (-1, 2, 2))
+
     def decode(self, codes: Tensor) -> Tensor:
-        pixels = F.leaky_relu(self.from_code(codes.flatten(0, -2)), NEGATIVE_SLOPE).unflatten(1, (-1, 2, 2))
+        pixels = self.first_pixels(codes.flatten(0, -2))
         for layer in self.decoder[:-1]:
             pixels = F.leaky_relu(layer(pixels), NEGATIVE_SLOPE)
         return self.decoder[-1](pixels).flatten(1).unflatten(0, codes.shape[:-1])
 
     def target(self, images: Tensor) -> Tensor:
-        return self._resized(images).flatten(1)
+        return self.resized(images).flatten(1)
 
-    def _resized(self, images: Tensor) -> Tensor:
+    def resized(self, images: Tensor) -> Tensor:
+        """[B, C, S, S] → [B, C, 32, 32]."""
         if images.shape[-1] == self.SIDE:
             return images
         return F.interpolate(images, (self.SIDE, self.SIDE), mode="bilinear", align_corners=False)
+
+
+def vae_loss(
+    code: tuple[Tensor, Tensor],
+    decode: Callable[[Tensor], Tensor],
+    target: Tensor,
+    noise: Tensor | None,
+    beta: float,
+) -> Tensor:
+    """See `VAE.loss`: of the code's μ and log σ [B, L], pixels [B, F] and ε."""
+    mu, log_sigma = code
+    codes = mu if noise is None else mu + log_sigma.exp() * noise
+    error = (decode(codes) - target).square().sum(-1)
+    if error.dim() == 2:
+        error = error.mean(0)
+    return error + beta * kl_divergence(mu, log_sigma)
 
 
 def kl_divergence(mu: Tensor, log_sigma: Tensor) -> Tensor:

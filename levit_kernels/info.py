@@ -61,6 +61,8 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, tuple]:
             0.5,
             new(batch, latent),
         ),
+        "strided_conv": (new(batch, length, length, pixels), new(width, pixels, 3, 3), new(width)),
+        "transposed_conv": (new(batch, length, length, width), new(width, pixels, 4, 4), new(pixels)),
         "head_training_loss": (new(batch, width), index, [new(hidden, width), new(hidden)], 0.2, 1e-5),
         "task_attention": (
             new(experts, width),

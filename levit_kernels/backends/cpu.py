@@ -22,6 +22,7 @@ from ..composed.task_forms import folds
 from ..folded_attention import FoldedWeights
 from ..head_training import head_training_loss_reference
 from ..vae_training import vae_training_loss_reference
+from .cpu_convolutions import strided_conv, transposed_conv
 from .registry import Backend, device_of
 
 
@@ -266,6 +267,8 @@ OPS = {
     "vae_codes": vae_codes,
     "vae_training_loss": vae_training_loss,
     "head_training_loss": head_training_loss,
+    "strided_conv": strided_conv,
+    "transposed_conv": transposed_conv,
     "task_attention": task_attention,
     "task_attention_backward": composed_tasks.task_attention_backward,
     "dkf_fuse": dkf_fuse,

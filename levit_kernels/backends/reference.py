@@ -17,6 +17,7 @@ from ..folded_attention import folded_attention_reference
 from ..gates import gated_sum
 from ..head_training import head_training_loss_reference
 from ..latent_distance import latent_distance_reference
+from ..strided_conv import strided_conv_reference, transposed_conv_reference
 from ..task_attention import task_attention_reference
 from ..vae_codes import vae_codes_reference
 from ..vae_training import vae_training_loss_reference
@@ -109,6 +110,8 @@ OPS = {
     "vae_codes": vae_codes_reference,
     "vae_training_loss": vae_training_loss_reference,
     "head_training_loss": head_training_loss_reference,
+    "strided_conv": _dense(strided_conv_reference),
+    "transposed_conv": _dense(transposed_conv_reference),
     "task_attention": _dense(task_attention_reference),
     "task_attention_backward": _task_attention_backward,
 }

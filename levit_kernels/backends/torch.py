@@ -15,6 +15,7 @@ from ..composed import (
     vae_codes,
 )
 from ..head_training import head_training_loss_reference
+from ..strided_conv import strided_conv_reference, transposed_conv_reference
 from ..vae_training import vae_training_loss_reference
 from .registry import Backend, device_of
 
@@ -33,6 +34,8 @@ OPS = {
     "vae_codes": vae_codes.vae_codes,
     "vae_training_loss": vae_training_loss_reference,
     "head_training_loss": head_training_loss_reference,
+    "strided_conv": lambda *args: strided_conv_reference(*args).contiguous(),
+    "transposed_conv": lambda *args: transposed_conv_reference(*args).contiguous(),
     "task_attention": task_attention.task_attention,
     "task_attention_backward": task_attention.task_attention_backward,
 }

@@ -43,6 +43,8 @@ def test_automatic_choice():
         "elbo_loss": "cpu" if NATIVE else "torch",
         "vae_codes": "cpu" if NATIVE else "torch",
         "vae_training_loss": "cpu" if NATIVE else "torch",
+        "strided_conv": "cpu" if NATIVE else "torch",
+        "transposed_conv": "cpu" if NATIVE else "torch",
         "head_training_loss": "cpu" if NATIVE else "torch",
         "task_attention": "cpu" if NATIVE else "torch",
     }
