@@ -138,11 +138,12 @@ class LEViT(reference.LEViT):
         labels: Tensor,
         cache: CachedRows | None = None,
         generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         """As the reference's; `cache` holds stored features of the frozen experts for these images."""
         images = self.check_training_batch(images, labels)
         logits = self.active.head(self._fuse_training(images, cache), batch_statistics=True)
-        return classification_loss(logits, labels) + self._vae_training_loss(images, generator)
+        return classification_loss(logits, labels) + self._vae_training_loss(images, generator, noise)
 
     def frozen_features(self, images: Tensor, out: Tensor | None = None) -> Tensor:
         """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E], written to `out` where it is given."""
