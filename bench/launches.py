@@ -36,6 +36,7 @@ MEMORY = 200  # a step's launches do not depend on it: kernels take any number o
 BAR = 10
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
 _HOST = ("randn", "randint", "rand", "_local_scalar_dense")
+_BOOKKEEPING = ("promote_types", "_record_function_enter_new", "_record_function_exit")
 _WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
 
 
@@ -50,7 +51,7 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func.overloadpacket.__name__
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if func.namespace != "levit_kernels" and not is_view and name not in (*_FREE, *_HOST):
+        if func.namespace != "levit_kernels" and not is_view and name not in (*_FREE, *_HOST, *_BOOKKEEPING):
             self.kernels[name] += 1
         if name in _WAITS or (name in ("index", "index_put_") and _by_truth(args[1])):
             self.waits[name] += 1
@@ -119,7 +120,9 @@ def of_a_step(kind: str, cfg: levit.LEViTConfig, experts: int) -> Launches:
 def main(arguments: Sequence[str] | None = None, show: Callable[[str], object] = print) -> int:
     """Exit status: 1 if the fused step starts more than a tenth of the reference's kernels with the most experts."""
     parser = argparse.ArgumentParser(prog="python -m bench.launches", description=__doc__)
-    parser.add_argument("--experts", nargs="+", type=int, default=EXPERTS, metavar="K", help="numbers of experts (2 8 32)")
+    parser.add_argument(
+        "--experts", nargs="+", type=int, default=EXPERTS, metavar="K", help="numbers of experts (2 8 32)"
+    )
     parser.add_argument("--kernels", action="store_true", help="list how often each operator and kernel occurs")
     options = parser.parse_args(arguments)
     if min(options.experts) < 2:
@@ -127,7 +130,9 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], object] =
     show(f"{model_cases.PRESET}, {model_cases.UPDATES} updates, one check; kernels started and waits of the host")
     share = 0.0
     for experts in options.experts:
-        cfg = dataclasses.replace(model_cases.config(experts), memory_size=MEMORY, updates_per_batch=model_cases.UPDATES)
+        cfg = dataclasses.replace(
+            model_cases.config(experts), memory_size=MEMORY, updates_per_batch=model_cases.UPDATES
+        )
         counts = {kind: of_a_step(kind, cfg, experts) for kind in ("reference", "fused")}
         reference, fused = (found.kernels.total() for found in counts.values())
         share = reference / fused
