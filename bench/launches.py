@@ -1,4 +1,4 @@
-"""`python -m bench.launches`: how many kernels one step of Algorithm 1 starts on a GPU, reference and fused; needs none.
+"""`python -m bench.launches`: how many kernels a step of Algorithm 1 starts on a GPU, reference and fused; needs none.
 
 A step is observed on the CPU, in a mode that sees every operator that torch dispatches. One that makes a view, an
 allocation, a copy to the host or the host's random numbers starts no kernel; every other counts as one, the fused Adam

@@ -261,7 +261,7 @@ def _attention(
     experts, width, _, heads, depth = weights[2].shape
     tile = vars(tile_for(patches, weights[2])) | {"GROUP": None, "BLOCK_I": None}
     if patches.dtype == torch.float32:  # whole heads, cut in two for the matrix units, would want too many registers
-        tile |= {"BLOCK_D": min(tile["BLOCK_D"], 64), "BLOCK_P": 16}
+        tile["BLOCK_D"] = min(tile["BLOCK_D"], 64)
     tokens = by_qkv = by_gates = None
     if any(needs[:5]):
         tokens = patches.new_empty(experts, batch * length, width)
