@@ -134,6 +134,7 @@ class LEViT(reference.LEViT):
         labels: Tensor,
         cache: CachedRows | None = None,
         generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         """As the reference's; `cache` holds stored features of the frozen experts for these images."""
         images = self.check_training_batch(images, labels)
@@ -142,7 +143,7 @@ class LEViT(reference.LEViT):
             loss = head.training_loss(fused, labels)
         else:
             loss = classification_loss(head(fused, batch_statistics=True), labels)
-        return loss + self._vae_training_loss(images, generator)
+        return loss + self._vae_training_loss(images, generator, noise)
 
     def frozen_features(self, images: Tensor, out: Tensor | None = None) -> Tensor:
         """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E], written to `out` where it is given."""

@@ -26,6 +26,14 @@ def _store_piece(out, piece, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _load_part(rows, inside, first, most, stride, SIZE: tl.constexpr):
+    """Columns first : first + SIZE of the rows, zero outside."""
+    columns = first + tl.arange(0, SIZE)
+    where = rows[:, None] + columns.to(tl.int64)[None, :] * stride
+    return tl.load(where, mask=inside[:, None] & (columns < most)[None, :], other=0)
+
+
+@triton.jit
 def _backward(
     grad,
     patches,
@@ -79,9 +87,10 @@ def _backward(
     Q1: tl.constexpr,
     Q2: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: a tile of images, one head, one expert.
+    """One program: a tile of images, one head, one expert; the head's columns come BLOCK_D at a time.
 
     tokens [K,B,N,WIDTH], by_qkv [K,B,N,3,HEADS,DEPTH], by_gates [K,HEADS,B,N], the last still to be summed over tokens.
     """
@@ -93,7 +102,6 @@ def _backward(
     h = tl.program_id(1)
     expert = tl.program_id(2).to(tl.int64)
     dtype = w_qkv.dtype.element_ty
-    columns = tl.arange(0, BLOCK_D)
     here = (expert * batch + image) * TOKENS + token
 
     rows = patches + image * stride_xb + token.to(tl.int64) * stride_xn
@@ -110,40 +118,97 @@ def _backward(
                 _store_piece(kept, t1, inside, Q0, WIDTH)
             if Q2 > 0:
                 _store_piece(kept, t2, inside, Q0 + Q1, WIDTH)
+    upstream = grad + expert * stride_dk + image * stride_db + token.to(tl.int64) * stride_dn
+    upstream += (h * DEPTH).to(tl.int64) * stride_de
     w = w_qkv + expert * SV_K + h * SV_H
     b = b_qkv + expert * SC_K + h * SC_H
-    query = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION).to(dtype)
-    w += SV_S
-    b += SC_S
-    key = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION).to(dtype)
-    w += SV_S
-    b += SC_S
-    weights = attend(query, key, local, scale, PRECISION)
-    value = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION).to(dtype)
-
-    upstream = grad + expert * stride_dk + image * stride_db + token.to(tl.int64) * stride_dn
-    upstream = upstream[:, None] + (h * DEPTH + columns).to(tl.int64)[None, :] * stride_de
-    upstream = tl.load(upstream, mask=inside[:, None] & (columns < DEPTH)[None, :], other=0).to(tl.float32)
-    if BY_GATES:
-        output = tl.dot(weights.to(dtype), value, input_precision=PRECISION)
+    by_weights = tl.zeros((ROWS, ROWS), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        value = project(
+            t0,
+            t1,
+            t2,
+            w + 2 * SV_S + i * BLOCK_D * SV_D,
+            b + 2 * SC_S + i * BLOCK_D * SC_D,
+            SV_Q,
+            SV_D,
+            SC_D,
+            WIDTH,
+            DEPTH - i * BLOCK_D,
+            Q0,
+            Q1,
+            Q2,
+            BLOCK_D,
+            PRECISION,
+        ).to(dtype)
+        part = _load_part(upstream, inside, i * BLOCK_D, DEPTH, stride_de, BLOCK_D).to(dtype)
+        by_weights = tl.dot(part, tl.trans(value), by_weights, input_precision=PRECISION)
+    queries, keys = (), ()
+    scores = tl.zeros((ROWS, ROWS), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        at_w, at_b = w + i * BLOCK_D * SV_D, b + i * BLOCK_D * SC_D
+        query = project(
+            t0,
+            t1,
+            t2,
+            at_w,
+            at_b,
+            SV_Q,
+            SV_D,
+            SC_D,
+            WIDTH,
+            DEPTH - i * BLOCK_D,
+            Q0,
+            Q1,
+            Q2,
+            BLOCK_D,
+            PRECISION,
+        ).to(dtype)
+        key = project(
+            t0,
+            t1,
+            t2,
+            at_w + SV_S,
+            at_b + SC_S,
+            SV_Q,
+            SV_D,
+            SC_D,
+            WIDTH,
+            DEPTH - i * BLOCK_D,
+            Q0,
+            Q1,
+            Q2,
+            BLOCK_D,
+            PRECISION,
+        ).to(dtype)
+        scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
+        queries, keys = queries + (query,), keys + (key,)
+    weights = attend(scores * scale, local)
+    if BY_GATES:  # <output, upstream> of a row, the output being weights @ value
         where = by_gates + ((expert * HEADS + h) * batch + image) * TOKENS + token
-        tl.store(where, tl.sum(output * upstream, 1), mask=inside)
+        tl.store(where, tl.sum(weights * by_weights, 1), mask=inside)
     if BY_INPUTS:
+        gated = weights
         if GATED:
             where = gates + image * stride_gb + expert * stride_gk + h * stride_gh
-            upstream *= tl.load(where, mask=inside, other=0).to(tl.float32)[:, None]
-        upstream = upstream.to(dtype)
-        out = by_qkv + (here * (3 * HEADS * DEPTH))[:, None] + h * DEPTH + columns[None, :]
-        stored = inside[:, None] & (columns < DEPTH)[None, :]
-        by_value = tl.dot(tl.trans(weights.to(dtype)), upstream, input_precision=PRECISION)
-        tl.store(out + 2 * HEADS * DEPTH, by_value.to(dtype), mask=stored)
-        by_weights = tl.dot(upstream, tl.trans(value), input_precision=PRECISION)
+            gate = tl.load(where, mask=inside, other=0).to(tl.float32)[:, None]
+            gated = weights * gate
+            by_weights *= gate
         # weights are zero across images, and so is what follows
         by_scores = weights * (by_weights - tl.sum(weights * by_weights, 1)[:, None]) * scale
         by_scores = by_scores.to(dtype)
-        tl.store(out, tl.dot(by_scores, key, input_precision=PRECISION).to(dtype), mask=stored)
-        by_key = tl.dot(tl.trans(by_scores), query, input_precision=PRECISION)
-        tl.store(out + HEADS * DEPTH, by_key.to(dtype), mask=stored)
+        gated = gated.to(dtype)
+        out = by_qkv + (here * (3 * HEADS * DEPTH))[:, None] + h * DEPTH
+        for i in tl.static_range(CHUNKS):
+            columns = i * BLOCK_D + tl.arange(0, BLOCK_D)
+            stored = inside[:, None] & (columns < DEPTH)[None, :]
+            where = out + columns[None, :]
+            tl.store(where, tl.dot(by_scores, keys[i], input_precision=PRECISION).to(dtype), mask=stored)
+            by_key = tl.dot(tl.trans(by_scores), queries[i], input_precision=PRECISION)
+            tl.store(where + HEADS * DEPTH, by_key.to(dtype), mask=stored)
+            part = _load_part(upstream, inside, i * BLOCK_D, DEPTH, stride_de, BLOCK_D).to(dtype)
+            by_value = tl.dot(tl.trans(gated), part, input_precision=PRECISION)
+            tl.store(where + 2 * HEADS * DEPTH, by_value.to(dtype), mask=stored)
 
 
 def expert_attention_backward(
@@ -195,6 +260,8 @@ def _attention(
     batch, length, pixels = patches.shape
     experts, width, _, heads, depth = weights[2].shape
     tile = vars(tile_for(patches, weights[2])) | {"GROUP": None, "BLOCK_I": None}
+    if patches.dtype == torch.float32:  # whole heads, cut in two for the matrix units, would want too many registers
+        tile["BLOCK_D"] = min(tile["BLOCK_D"], 64)
     tokens = by_qkv = by_gates = None
     if any(needs[:5]):
         tokens = patches.new_empty(experts, batch * length, width)
@@ -216,6 +283,7 @@ def _attention(
         HEADS=heads,
         WIDTH=width,
         DEPTH=depth,
+        CHUNKS=ceil_div(depth, tile["BLOCK_D"]),
         PRECISION=dot_precision(patches.dtype),
         **{name: value for name, value in tile.items() if value is not None},
     )
