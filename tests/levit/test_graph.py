@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import levit
 from levit.graph import WARM_UP
+from levit_kernels import use_backend
 
 
 class Tape(TorchDispatchMode):
@@ -58,7 +59,7 @@ class Tape(TorchDispatchMode):
 
 @pytest.fixture
 def tapes(monkeypatch):
-    """CUDA as far as a captured step asks for it."""
+    """CUDA as far as a captured step asks for it, without the kernels that a CPU has."""
 
     @contextmanager
     def capture(tape):
@@ -75,6 +76,8 @@ def tapes(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(Tape, "made", 0)
+    with use_backend("torch"):
+        yield
 
 
 def run(learner, batches, first=0):
