@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import levit
 from bench import model_cases
 from levit_kernels import use_backend
+from levit_kernels._loss import LossWithGradients
 from levit_kernels.backends import registry
 from levit_kernels.backends import triton as triton_backend
 
@@ -68,6 +69,7 @@ def counting() -> Iterator[Launches]:
     """Inside, a forced "triton" backend starts nothing and is counted, whether or not this machine could run it."""
     mode, table = Launches(), registry.backends()
     plain = {**table["reference"].ops, **table["torch"].ops}
+    plain |= {op: partial(_at_once, plain[op]) for op in ("vae_training_loss", "head_training_loss")}
 
     def run(op: str, *args: Any) -> Any:
         from levit_kernels.triton.launch import listening
@@ -89,6 +91,21 @@ def counting() -> Iterator[Launches]:
             yield mode
     finally:
         table["triton"] = kept
+
+
+def _at_once(loss: Callable[..., Any], *args: Any) -> Any:
+    """A training loss of plain torch with its gradients, which must not show as operators of a backward pass."""
+
+    def compute() -> list[Tensor]:
+        with torch.enable_grad():
+            found = loss(*args)
+            value, *others = found if isinstance(found, tuple) else (found,)
+            grads = [x.contiguous() for x in torch.autograd.grad(value, asked)]  # as kernels write them
+            return [value.detach(), *grads, *others]
+
+    asked = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.requires_grad]
+    value, *others = LossWithGradients.apply(compute, False, *asked)
+    return (value, *others) if others else value
 
 
 def _without_memory(x: Tensor) -> Tensor:

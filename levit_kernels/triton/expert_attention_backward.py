@@ -14,6 +14,7 @@ from .. import gates as gating
 from .attention_tile import attend, embed, project
 from .expert_attention import strides_of, tile_for
 from .launch import ceil_div, dot_precision, launch, near
+from .layer_backward import layer_backward
 from .matmul import LEAKY_BACKWARD, matmul
 
 SCRATCH_BYTES = 256 << 20  # of tokens and of the gradients of queries, keys and values at a time
@@ -244,7 +245,8 @@ def expert_attention_backward(
     grads = [by_patches.to(patches.dtype)] if needs[0] else []
     grads += [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*by_weights, strict=True)]
     if needs[5]:
-        grads.append(gating.reduce_like(torch.cat(by_gates).permute(2, 0, 1), gates))
+        every = torch.cat(by_gates) if len(by_gates) > 1 else by_gates[0]
+        grads.append(gating.reduce_like(every.permute(2, 0, 1, 3), gates))
     return grads
 
 
@@ -256,7 +258,7 @@ def _attention(
     negative_slope: float,
     needs: list[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """-> tokens `[K,B*N,Q]`, gradients of q, k, v `[K,B*N,3*H*d]` and of the gates `[K,H,B]`, those asked for."""
+    """-> tokens `[K,B*N,Q]`, gradients of q, k, v `[K,B*N,3*H*d]` and of the gates `[K,H,B,N]`, those asked for."""
     batch, length, pixels = patches.shape
     experts, width, _, heads, depth = weights[2].shape
     tile = vars(tile_for(patches, weights[2])) | {"GROUP": None, "BLOCK_I": None}
@@ -287,7 +289,7 @@ def _attention(
         PRECISION=dot_precision(patches.dtype),
         **{name: value for name, value in tile.items() if value is not None},
     )
-    return tokens, by_qkv, None if by_gates is None else by_gates.sum(3)
+    return tokens, by_qkv, by_gates
 
 
 def _layers(
@@ -299,6 +301,8 @@ def _layers(
     needs: list[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """-> gradients of the patches, in float32, and of the weights, those asked for."""
+    if len(tokens) == 1 and all(needs[1:5]):
+        return _one_expert(patches, weights, tokens[0], by_qkv[0], negative_slope, needs[0])
     w_embed, _, w_qkv, b_qkv = weights
     by_embedded = by_patches = None
     if any(needs[:3]):
@@ -314,3 +318,25 @@ def _layers(
         by_qkv.sum(1).view(b_qkv.shape) if needs[4] else None,
     ]
     return by_patches, [x for x in grads if x is not None]
+
+
+def _one_expert(
+    patches: torch.Tensor,
+    weights: list[torch.Tensor],
+    tokens: torch.Tensor,
+    by_qkv: torch.Tensor,
+    negative_slope: float,
+    needs_patches: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The same of the expert in training, a launch per layer; weights' gradients laid out as nn.Linear keeps them."""
+    w_embed, _, w_qkv, b_qkv = weights
+    w = w_qkv[0].permute(1, 2, 3, 0)
+    layer = (w.reshape(-1, w.shape[3]).contiguous(), by_qkv)
+    by_embedded, (by_w, by_b) = layer_backward(tokens, [layer], LEAKY_BACKWARD, tokens.dtype, negative_slope)
+    rows = patches.reshape(-1, patches.shape[2]).contiguous()
+    layer = (w_embed[0].t().contiguous(), by_embedded)
+    by_patches, (by_w_embed, by_b_embed) = layer_backward(
+        rows, [layer], by_input=torch.float32 if needs_patches else None
+    )
+    by_weights = [by_w_embed.t()[None], by_b_embed[None], by_w.view(w.shape).permute(3, 0, 1, 2)[None]]
+    return None if by_patches is None else by_patches.view(patches.shape), [*by_weights, by_b.view(b_qkv.shape)]
