@@ -16,7 +16,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -112,7 +112,12 @@ def _without_memory(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def of_a_step(kind: str, cfg: levit.LEViTConfig, experts: int) -> Launches:
+def of_a_step(
+    kind: str,
+    cfg: levit.LEViTConfig,
+    experts: int,
+    counting: Callable[[], AbstractContextManager[Launches]] = counting,
+) -> Launches:
     """Of one batch observed with a full memory, by a `reference` or `fused` model: a check that does not fire."""
     model = (levit.reference.LEViT if kind == "reference" else levit.LEViT)(cfg)
     for _ in range(experts - 1):
@@ -126,7 +131,8 @@ def of_a_step(kind: str, cfg: levit.LEViTConfig, experts: int) -> Launches:
         images = torch.rand(size, cfg.channels, cfg.image_size, cfg.image_size, generator=generator)
         return images, torch.randint(cfg.num_classes, (size,), generator=generator)
 
-    learner.observe(*batch(cfg.memory_size - cfg.batch_size))
+    with use_backend("torch"):
+        learner.observe(*batch(cfg.memory_size - cfg.batch_size))
     last = batch(cfg.batch_size)
     with use_backend("triton" if kind == "fused" else "reference"), counting() as mode:
         event = learner.observe(*last)

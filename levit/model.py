@@ -140,7 +140,8 @@ class LEViT(reference.LEViT):
         """As the reference's; `cache` holds stored features of the frozen experts for these images."""
         images = self.check_training_batch(images, labels)
         fused, head = self._fuse_training(images, cache), self.active.head
-        if self._attention_packs and has_kernel("head_training_loss", fused, labels, head.training_weights()):
+        whole = self._attention_packs and fused.dtype == self.weight.dtype  # autocast makes fused another
+        if whole and has_kernel("head_training_loss", fused, labels, head.training_weights()):
             loss = head.training_loss(fused, labels)
         else:
             loss = classification_loss(head(fused, batch_statistics=True), labels)

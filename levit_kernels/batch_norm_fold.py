@@ -12,7 +12,7 @@ import torch
 
 from ._check import Shapes
 from ._register import once_differentiable
-from .backends.registry import forced_here, inherited, run
+from .backends.registry import forced_here, inherited, run_or
 
 
 def batch_norm_fold(
@@ -63,7 +63,7 @@ class _Fold(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor, *rest: Any) -> tuple:
         ctx.backend = forced_here()
-        w, b, *kept = run("batch_norm_fold", x, weight, gain, *rest)
+        w, b, *kept = run_or(batch_norm_fold_composed, "batch_norm_fold", x, weight, gain, *rest)
         ctx.save_for_backward(weight, gain, *kept)
         return w, b
 
@@ -71,7 +71,8 @@ class _Fold(torch.autograd.Function):
     @once_differentiable("batch_norm_fold")
     def backward(ctx: Any, by_w: torch.Tensor, by_b: torch.Tensor) -> tuple:
         with inherited(ctx.backend):
-            by_weight, by_gain = run("batch_norm_fold_backward", by_w, by_b, *ctx.saved_tensors)
+            args = by_w, by_b, *ctx.saved_tensors
+            by_weight, by_gain = run_or(batch_norm_fold_backward_composed, "batch_norm_fold_backward", *args)
         return None, by_weight, by_gain, by_b, None, None, None, None
 
 

@@ -62,7 +62,6 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, tuple]:
             new(batch, latent),
         ),
         "head_training_loss": (new(batch, width), index, [new(hidden, width), new(hidden)], 0.2, 1e-5),
-        "position_noise": (index, torch.arange(experts, device=device), latent, 0, dtype),
         "task_attention": (
             new(experts, width),
             new(batch, length, width),

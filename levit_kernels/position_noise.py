@@ -7,7 +7,7 @@ import math
 import torch
 
 from ._check import FLOATS
-from .backends.registry import run
+from .backends.registry import run_or
 
 STEP = 0x9E3779B97F4A7C15
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -46,7 +46,7 @@ def position_noise(
         raise ValueError(f"position_noise: latent_dim must be at least 1, got {latent_dim}")
     if dtype not in FLOATS:
         raise TypeError(f"position_noise: dtype must be floating point, got {dtype}")
-    return run("position_noise", positions, experts, latent_dim, seed, dtype)
+    return run_or(position_noise_reference, "position_noise", positions, experts, latent_dim, seed, dtype)
 
 
 def position_noise_reference(

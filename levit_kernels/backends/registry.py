@@ -147,6 +147,13 @@ def has_kernel(op: str, *args: Any) -> bool:
     return any(backends()[x].can_run(op, args) for x in asked if x not in ("torch", "reference"))
 
 
+def run_or(plain: Callable[..., Any], op: str, *args: Any) -> Any:
+    """Computes `op` by a kernel where one takes it, else by `plain`, even where a backend is forced that has none: for
+    what is no op of its own to a user.
+    """
+    return run(op, *args) if has_kernel(op, *args) else plain(*args)
+
+
 def run(op: str, *args: Any) -> Any:
     """Computes `op` on the chosen backend."""
     return choose(op, args).ops[op](*args)

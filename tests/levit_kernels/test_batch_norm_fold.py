@@ -49,7 +49,7 @@ def check(args, backend, dtype, tolerance):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-6)])
-@pytest.mark.parametrize("backend", ["torch", "reference", None])
+@pytest.mark.parametrize("backend", ["torch", "reference", "cpu", None])
 @pytest.mark.parametrize("name", SIZES)
 def test_it_does_what_batch_norm_does(name, backend, dtype, tolerance):
     check(arguments(name, dtype), backend, dtype, tolerance)

@@ -41,7 +41,7 @@ def check(backend, dtype, tolerance):
     assert position_noise(positions[:0], experts, 5, 0).shape == (3, 0, 5)
 
 
-@pytest.mark.parametrize("backend", [None, "torch", "reference"])
+@pytest.mark.parametrize("backend", [None, "torch", "reference", "cpu"])
 def test_the_numbers_are_those_of_the_generator(backend):
     check(backend, torch.float64, 1e-14)
     check(backend, torch.float32, 1e-6)
