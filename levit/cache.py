@@ -45,8 +45,8 @@ class MemoryCache:
         self.memory = memory
         self.noise = model.weight.new_zeros(model.num_experts - 1, memory.capacity, model.cfg.latent_dim)
 
-    def fill(self, slots: Tensor) -> None:
-        """Take note of the images that just entered the memory at `slots` [b]."""
+    def fill(self, slots: slice | Tensor) -> None:
+        """Take note of the images that just entered the memory at `slots`, as `Memory.add` gives them."""
         self.noise[:, slots] = self.model.frozen_noise(self.memory.positions[slots])
 
     def refill(self) -> None:
@@ -102,9 +102,9 @@ class KnowledgeCache:
                 f"over the budget of {budget / 2**20:,.0f} MiB; they are computed at every step (slower, same numbers)"
             )
 
-    def fill(self, slots: Tensor) -> None:
-        """Evaluate the frozen experts on the images that just entered the memory at `slots` [b], once and for all."""
-        self._fill(slots, self.memory.images[slots], self.memory.positions[slots], torch.arange(len(slots)))
+    def fill(self, slots: slice | Tensor) -> None:
+        """Evaluate the frozen experts on the images that just entered the memory at `slots`, once and for all."""
+        self._fill(slots, self.memory.images[slots], self.memory.positions[slots])
 
     def refill(self) -> None:
         """As if nothing had stopped, to the last bit: images are evaluated in the batches they came in.
@@ -134,7 +134,9 @@ class KnowledgeCache:
             return self.errors[:, live].mean(1)
         return self.model.expansion_distances(self.memory.images[live], generator, codes=self.codes[:, live])
 
-    def _fill(self, slots: Tensor, images: Tensor, positions: Tensor, rows: Tensor) -> None:
+    def _fill(
+        self, slots: slice | Tensor, images: Tensor, positions: Tensor, rows: Tensor | slice = slice(None)
+    ) -> None:
         """Evaluate a batch, and keep its `rows` at `slots`."""
         if self.model.num_experts == 1:
             return
@@ -144,9 +146,8 @@ class KnowledgeCache:
             self.codes[:, slots] = self.model.frozen_codes(images, self.model.frozen_noise(positions))[:, rows]
         if self.features is None:
             return
-        stretch = _stretch(self.features, slots)
-        if stretch is not None and len(slots) == len(images):
-            self.model.frozen_features(images, out=stretch)  # a new batch: written once, where it stays
+        if isinstance(slots, slice):
+            self.model.frozen_features(images, out=self.features[slots])  # a new batch: written once, where it stays
         else:
             self.features[slots] = self.model.frozen_features(images)[rows].to(self.features.dtype)
 
@@ -170,14 +171,5 @@ def free_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _stretch(store: Tensor, slots: Tensor) -> Tensor | None:
-    """The rows at `slots` as a view, if these follow each other; not looked at on a GPU, which would have to wait."""
-    first = int(slots[0]) if slots.device.type == "cpu" and len(slots) else 0
-    if slots.device.type != "cpu" or not torch.equal(slots, torch.arange(first, first + len(slots))):
-        return None
-    return store[first : first + len(slots)]
-
-
 def _slots(memory: Memory) -> Tensor:
-    live = memory.live()
-    return torch.arange(memory.capacity, device=memory.labels.device) if isinstance(live, slice) else live
+    return torch.arange(memory.capacity, device=memory.labels.device)[memory.live()]

@@ -37,11 +37,15 @@ def check_labels(images: Tensor, labels: Tensor) -> None:
 
 
 def check_values(images: Tensor, labels: Tensor, classes: int, lowest_label: int) -> None:
-    """`ValueError` unless images are finite in [0, 1] and labels from `lowest_label` to classes - 1; none is empty."""
-    low, high = (bound.item() for bound in torch.aminmax(images))
+    """`ValueError` unless images are finite in [0, 1] and labels from `lowest_label` to classes - 1; none is empty.
+
+    On a GPU this waits once, at the start of a step, when little else is queued.
+    """
+    bounds = torch.stack([bound.double() for x in (images, labels) for bound in torch.aminmax(x)]).tolist()
+    low, high = bounds[:2]
     if not (low >= 0 and high <= 1):
         raise ValueError(f"images: expected finite values in [0, 1], got {low:g} to {high:g}; scale them first")
-    low, high = (bound.item() for bound in torch.aminmax(labels))
+    low, high = map(int, bounds[2:])
     if low < lowest_label or high >= classes:
         none = " (-1: none)" if lowest_label < 0 else ""
         raise ValueError(f"labels: expected 0 to {classes - 1}{none}, got {low} to {high}")

@@ -86,18 +86,28 @@ class Head(nn.Module):
         """Mean cross-entropy of the images with a label, [B, N, E] and [B] → scalar, as `forward` has it with batch
         statistics. The running ones move.
         """
-        if not len(self.norms):
-            return head_training_loss(fused.flatten(1), labels, [self.out.weight, self.out.bias])[0]
-        weights = [w for linear, norm in self._layers() for w in (linear.weight, norm.weight, norm.bias)]
-        weights += [self.out.weight, self.out.bias]
-        loss, *statistics = head_training_loss(fused.flatten(1), labels, weights, NEGATIVE_SLOPE, self.norms[0].eps)
-        unbiased = len(fused) / (len(fused) - 1)
-        with torch.no_grad():
-            for (linear, norm), mean, variance in zip(self._layers(), statistics[::2], statistics[1::2], strict=True):
-                norm.num_batches_tracked.add_(1)
-                norm.running_mean.lerp_(mean + linear.bias, norm.momentum)
-                norm.running_var.lerp_(variance * unbiased, norm.momentum)
+        epsilon = self.norms[0].eps if len(self.norms) else 1e-5
+        loss, *statistics = head_training_loss(
+            fused.flatten(1), labels, self.training_weights(), NEGATIVE_SLOPE, epsilon
+        )
+        if statistics:
+            self._move_statistics(statistics[::2], statistics[1::2], len(fused))
         return loss
+
+    @torch.no_grad()
+    def _move_statistics(self, means: list[Tensor], variances: list[Tensor], count: int) -> None:
+        """All layers' running statistics towards those of a batch of `count`, whose mean knows of no bias."""
+        norms = list(self.norms)
+        means = torch._foreach_add(means, [linear.bias for linear in self.hidden])
+        variances = torch._foreach_mul(variances, count / (count - 1))
+        running = [norm.running_mean for norm in norms] + [norm.running_var for norm in norms]
+        torch._foreach_lerp_(running, [*means, *variances], norms[0].momentum)
+        torch._foreach_add_([norm.num_batches_tracked for norm in norms], 1)
+
+    def training_weights(self) -> list[Tensor]:
+        """As `levit_kernels.head_training` takes them."""
+        hidden = [w for linear, norm in self._layers() for w in (linear.weight, norm.weight, norm.bias)]
+        return [*hidden, self.out.weight, self.out.bias]
 
     def _layers(self) -> Iterator[tuple[nn.Linear, nn.BatchNorm1d]]:
         return zip(self.hidden, self.norms, strict=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from levit.calibrated import Batch, CalibratedRule, Change
 from levit.checks import check_values
 from levit.expansion import rule_fires
+from levit.graph import CapturedStep
 from levit.memory import Memory
 from levit.reference import NO_LABEL, LEViT
 
@@ -47,6 +48,11 @@ class Learner:
         updates_per_batch: Adam steps per observed batch; None takes the configuration's.
         on_batch: called with (learner, event) after every batch, when all is done.
         on_expansion: the same, after batches that added an expert only, before `on_batch`.
+        graph: on a GPU, launch each Adam step as one CUDA graph, captured anew for every expert (`levit.graph`). The
+            optimizer's settings are captured too.
+
+    Raises:
+        ValueError: `updates_per_batch` is no count, or `graph` without a CUDA device.
     """
 
     def __init__(
@@ -55,12 +61,16 @@ class Learner:
         updates_per_batch: int | None = None,
         on_batch: Callback | None = None,
         on_expansion: Callback | None = None,
+        graph: bool = False,
     ) -> None:
         cfg = model.cfg
         if updates_per_batch is not None and (not isinstance(updates_per_batch, int) or updates_per_batch < 1):
             raise ValueError(f"updates_per_batch: expected a whole number of at least 1, got {updates_per_batch!r}")
+        if graph and not _on_gpu(model):
+            raise ValueError(f"graph: graph=True needs a CUDA device, but the model is on {model.weight.device}")
         self.model = model
         self.cfg = cfg
+        self.graph = graph
         self.updates_per_batch = updates_per_batch or cfg.updates_per_batch
         self.on_batch = on_batch
         self.on_expansion = on_expansion
@@ -132,9 +142,9 @@ class Learner:
         expert = self.model.num_experts - 1
         self.model.observe(images, labels, expert)
         self._store(images, labels)
-        loss = self._update()
-        expanded, distances = self._expand_or_drop(len(images))
-        return Event(expanded, distances, loss, expert)
+        losses, distances = self._update(), self._distances()
+        loss, fires = self._read(losses, distances)
+        return Event(self._expand_or_drop(len(images), fires), distances, loss, expert)
 
     def _observe_calibrated(self, rule: CalibratedRule, images: Tensor, labels: Tensor) -> Event:
         """Rule `calibrated` looks before anything is learned from the batch, and may fire at any time."""
@@ -147,7 +157,8 @@ class Learner:
             expert = rule.expert_at_work(self.model)
             self._learn(change.batches, expert)
             moved = 0 if expert == before else sum(len(batch) for batch, _ in change.batches[:-1])
-        return Event(expanded, statistic, self._update() if rule.recalled is None else None, expert, moved)
+        loss = self._read(self._update(), None)[0] if rule.recalled is None else None
+        return Event(expanded, statistic, loss, expert, moved)
 
     def _learn(self, batches: list[Batch], expert: int) -> None:
         """These batches are `expert`'s: for routing, and, unless it is frozen, for the memory that it trains on."""
@@ -173,38 +184,57 @@ class Learner:
     def _store(self, images: Tensor, labels: Tensor) -> None:
         self.cache.fill(self.memory.add(images, labels))
 
-    def _update(self) -> float | None:
-        """`updates_per_batch` Adam steps on minibatches drawn from the memory; the mean loss, None: too few images."""
-        if len(self.memory) < self.cfg.train_batch:
-            return None
-        losses = []
-        for _ in range(self.updates_per_batch):
-            rows = self.memory.sample(self.cfg.train_batch, self.generator)
-            images, labels = self.memory.images[rows], self.memory.labels[rows]
-            loss = self.model.training_loss(images, labels, self.cache.rows(rows), self.generator)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            losses.append(loss.detach())
-        mean = torch.stack(losses).mean().item()
-        if not abs(mean) < float("inf"):
-            raise RuntimeError(f"loss: expected a finite number, got {mean}; a lower learning_rate may help")
-        return mean
+    def _update(self) -> list[Tensor]:
+        """`updates_per_batch` Adam steps on minibatches drawn from the memory; their losses, none: too few images."""
+        size = self.cfg.train_batch
+        if len(self.memory) < size:
+            return []
+        return [
+            self._step(self.memory.sample(size, self.generator), self.model.training_noise(size, self.generator))
+            for _ in range(self.updates_per_batch)
+        ]
 
-    def _expand_or_drop(self, batch: int) -> tuple[bool, Tensor | None]:
+    def _adam_step(self, rows: Tensor, noise: Tensor) -> Tensor:
+        """One Adam step on these slots of the memory [B] with ε [B, L]; its loss."""
+        images, labels = self.memory.images[rows], self.memory.labels[rows]
+        loss = self.model.training_loss(images, labels, self.cache.rows(rows), noise=noise)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def _distances(self) -> Tensor | None:
+        """What the rule looks at, once the memory is full; None where nothing is to be decided by it."""
+        limit = self.cfg.max_experts
+        experts = self.model.num_experts
+        if not self.memory.full or experts == 1 or (limit is not None and experts >= limit):
+            return None
+        with torch.no_grad():
+            return self.cache.statistic(self.generator)
+
+    def _read(self, losses: list[Tensor], distances: Tensor | None) -> tuple[float | None, bool]:
+        """Mean loss, and whether the rule fires, in one transfer: all that a step on a GPU waits for."""
+        found = [torch.stack(losses).mean()[None]] if losses else []
+        found += [] if distances is None else [distances]
+        if not found:
+            return None, False
+        values, loss = torch.cat(found).cpu(), None
+        if losses:
+            loss, values = values[0].item(), values[1:]
+            if not abs(loss) < float("inf"):
+                raise RuntimeError(f"loss: expected a finite number, got {loss}; a lower learning_rate may help")
+        return loss, distances is not None and rule_fires(values, self.cfg.expansion_threshold)
+
+    def _expand_or_drop(self, batch: int, fires: bool) -> bool:
         """The last part of Algorithm 1, once the memory is full: grow, or make room for the next batch."""
         limit = self.cfg.max_experts
         if not self.memory.full or (limit is not None and self.model.num_experts >= limit):
-            return False, None
-        distances = None
-        if self.model.num_experts > 1:
-            with torch.no_grad():
-                distances = self.cache.statistic(self.generator)
-            if not rule_fires(distances, self.cfg.expansion_threshold):
-                self.memory.drop_oldest(batch)
-                return False, distances
+            return False
+        if self.model.num_experts > 1 and not fires:
+            self.memory.drop_oldest(batch)
+            return False
         self._grow()
-        return True, distances
+        return True
 
     def _grow(self) -> None:
         """Freeze the active expert and begin another one, with an empty memory."""
@@ -216,6 +246,13 @@ class Learner:
         """A new active expert gets a new optimizer, and the memory a cache of what the frozen ones say."""
         self.optimizer = self.model.new_optimizer(self.cfg.learning_rate)
         self.cache = self.model.new_cache(self.memory)
+        self._prepare_steps()
+
+    def _prepare_steps(self) -> None:
+        """A graph belongs to one optimizer, whose own counters then have to live on the device."""
+        for group in self.optimizer.param_groups:
+            group["capturable"] = self.graph
+        self._step = CapturedStep(self._adam_step) if self.graph else self._adam_step
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -224,6 +261,7 @@ class Learner:
             self.rule.load_state_dict(state["rule"])
         self._start_expert()
         self.optimizer.load_state_dict(state["optimizer"])
+        self._prepare_steps()
         self.generator.set_state(state["generator"])
         with torch.no_grad():
             self.cache.refill()
@@ -235,3 +273,7 @@ class Learner:
             raise ValueError(f"images: expected 1 to {self.memory.capacity} (memory_size) of them, got {len(images)}")
         check_values(images, labels, self.cfg.num_classes, NO_LABEL)
         return images
+
+
+def _on_gpu(model: LEViT) -> bool:
+    return model.weight.is_cuda

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from levit.transfer import to_device
+
 
 class Memory:
     """The newest images of the stream with their labels, at most `capacity`; oldest rows leave first.
@@ -42,16 +44,21 @@ class Memory:
         """Whether the next image pushes the oldest one out."""
         return self._size == self.capacity
 
-    def add(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Store a batch, images [b, C, S, S] and labels [b] with b ≤ capacity; returns the slots taken, [b]."""
+    def add(self, images: Tensor, labels: Tensor) -> slice | Tensor:
+        """Store a batch, images [b, C, S, S] and labels [b] with b ≤ capacity.
+
+        Returns:
+            The slots taken: a slice where they follow each other, else [b] int64.
+        """
         count = len(images)
         self.drop_oldest(max(0, self._size + count - self.capacity))
         slots = self._slots(self._size, count)
         self.images[slots] = images
         self.labels[slots] = labels
         self.positions[slots] = torch.arange(self.seen, self.seen + count, device=self.positions.device)
-        self.arrivals[0, slots.cpu()] = self.seen
-        self.arrivals[1, slots.cpu()] = count
+        on_host = self._slots_on_host(self._size, count)
+        self.arrivals[0, on_host] = self.seen
+        self.arrivals[1, on_host] = count
         self._size += count
         self.seen += count
         return slots
@@ -69,7 +76,7 @@ class Memory:
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Slots of `count` rows drawn uniformly with replacement, [count]."""
         ranks = torch.randint(self._size, (count,), generator=generator)
-        return ((ranks + self._oldest) % self.capacity).to(self.labels.device)
+        return to_device((ranks + self._oldest) % self.capacity, self.labels.device)
 
     def live(self) -> slice | Tensor:
         """An index of every row: all slots as a slice when full (no copy then), else slots, oldest first."""
@@ -78,8 +85,9 @@ class Memory:
     def state_dict(self) -> dict[str, Any]:
         """The rows, oldest first, and where the ring stands; tensors and integers only."""
         slots = self._slots(0, self._size)
-        rows = {name: getattr(self, name)[slots] for name in ("images", "labels", "positions")}
-        return rows | {"arrivals": self.arrivals[:, slots.cpu()], "oldest": self._oldest, "seen": self.seen}
+        rows = {name: getattr(self, name)[slots].clone() for name in ("images", "labels", "positions")}
+        arrivals = self.arrivals[:, self._slots_on_host(0, self._size)].clone()
+        return rows | {"arrivals": arrivals, "oldest": self._oldest, "seen": self.seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put saved rows back into the slots they had; one that does not fit raises `ValueError`, nothing changes."""
@@ -99,9 +107,15 @@ class Memory:
         slots = self._slots(0, count)
         for name in ("images", "labels", "positions"):
             getattr(self, name)[slots] = state[name].to(getattr(self, name))
-        self.arrivals[:, slots.cpu()] = state["arrivals"]
+        self.arrivals[:, self._slots_on_host(0, count)] = state["arrivals"]
 
-    def _slots(self, rank: int, count: int) -> Tensor:
-        """Slots of `count` consecutive ranks (0 is the oldest)."""
-        ranks = torch.arange(rank, rank + count, device=self.labels.device)
-        return (ranks + self._oldest) % self.capacity
+    def _slots(self, rank: int, count: int) -> slice | Tensor:
+        """Slots of `count` consecutive ranks (0 is the oldest), for an index into what lies on the images' device."""
+        slots = self._slots_on_host(rank, count)
+        return slots if isinstance(slots, slice) else to_device(slots, self.labels.device)
+
+    def _slots_on_host(self, rank: int, count: int) -> slice | Tensor:
+        first = (self._oldest + rank) % self.capacity
+        if first + count <= self.capacity:
+            return slice(first, first + count)
+        return torch.arange(first, first + count) % self.capacity

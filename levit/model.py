@@ -21,8 +21,9 @@ from levit.memory import Memory
 from levit.reference import classification_loss, features, normal, patches
 from levit.routing import Prediction
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
-from levit_kernels.backends.registry import native
+from levit_kernels.backends.registry import has_kernel
 from levit_kernels.folded_attention import folded_attention
+from levit_kernels.position_noise import position_noise
 from levit_kernels.vae_codes import vae_codes
 from levit_kernels.vae_training import vae_training_loss
 
@@ -135,15 +136,17 @@ class LEViT(reference.LEViT):
         labels: Tensor,
         cache: CachedRows | None = None,
         generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         """As the reference's; `cache` holds stored features of the frozen experts for these images."""
         images = self.check_training_batch(images, labels)
         fused, head = self._fuse_training(images, cache), self.active.head
-        if self._attention_packs and native("head_training_loss", fused):
+        whole = self._attention_packs and fused.dtype == self.weight.dtype  # autocast makes fused another
+        if whole and has_kernel("head_training_loss", fused, labels, head.training_weights()):
             loss = head.training_loss(fused, labels)
         else:
             loss = classification_loss(head(fused, batch_statistics=True), labels)
-        return loss + self._vae_training_loss(images, generator)
+        return loss + self._vae_training_loss(images, generator, noise)
 
     def frozen_features(self, images: Tensor, out: Tensor | None = None) -> Tensor:
         """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E], written to `out` where it is given."""
@@ -156,6 +159,10 @@ class LEViT(reference.LEViT):
             if place is not None:
                 return out
         return found if out is None else out.copy_(found)
+
+    def frozen_noise(self, positions: Tensor) -> Tensor:
+        experts = torch.arange(self.num_experts - 1, device=positions.device)
+        return position_noise(positions, experts, self.cfg.latent_dim, self.cfg.seed, self.weight.dtype)
 
     def frozen_codes(self, images: Tensor, noise: Tensor) -> Tensor:
         """Sampled codes μ + σε of the frozen VAEs: [B, C, S, S] and ε [K-1, B, L] → [K-1, B, L]."""
@@ -176,12 +183,15 @@ class LEViT(reference.LEViT):
         return vae_codes(images.flatten(1), vae_weights(self.active).encoder, noise)[0]
 
     def _mean_vae_loss(self, images: Tensor, noise: Tensor) -> Tensor:
-        if self.cfg.vae != "mlp" or not native("vae_training_loss", images):
+        if self.cfg.vae != "mlp":
             return super()._mean_vae_loss(images, noise)
-        return vae_training_loss(images.flatten(1), vae_parameters(self.active), self.cfg.beta, noise)
+        args = (images.flatten(1), vae_parameters(self.active), self.cfg.beta, noise)
+        if not has_kernel("vae_training_loss", *args):
+            return super()._mean_vae_loss(images, noise)
+        return vae_training_loss(*args)
 
     def _vae_loss(self, k: int, images: Tensor, noise: Tensor | None) -> Tensor:
-        if self.cfg.vae == "mlp" or not native("strided_conv", images):
+        if self.cfg.vae == "mlp" or not has_kernel("strided_conv", images):
             return super()._vae_loss(k, images, noise)
         return conv_vae_loss(self.experts[k].vae, images, noise)
 
@@ -258,7 +268,7 @@ class LEViT(reference.LEViT):
             return self._training_features(images, None)
         gates, own_gate = self.gates(self.num_experts - 1), None
         if self.cfg.fusion == "sum":
-            gates, own_gate = gates[:-1], gates[-1:]
+            gates, own_gate = gates.split([len(gates) - 1, 1])
         own = self._training_features(images, own_gate)
         if self.num_experts == 1:
             return own if self.cfg.fusion == "sum" else torch.cat([own, torch.zeros_like(own)], dim=-1)

@@ -24,6 +24,7 @@ from levit.export import load_model, save_model
 from levit.memory import Memory
 from levit.noise import fixed_noise, position_noise
 from levit.routing import Prediction, Router
+from levit.transfer import to_device
 from levit_kernels.head_training import NO_LABEL
 
 if TYPE_CHECKING:
@@ -276,7 +277,12 @@ class LEViT(nn.Module):
         return Surprise(vae.item(), label_surprise(logits, labels[labelled]))
 
     def training_loss(
-        self, images: Tensor, labels: Tensor, cache: Any = None, generator: torch.Generator | None = None
+        self,
+        images: Tensor,
+        labels: Tensor,
+        cache: Any = None,
+        generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         """Cross-entropy + VAE loss of the active expert, batch statistics and sampled codes: a scalar.
 
@@ -287,13 +293,18 @@ class LEViT(nn.Module):
             labels: [B] int64; `NO_LABEL` (-1) where there is none, such an image trains the VAE only.
             cache: stored features of the frozen experts (`levit.LEViT`); the reference recomputes and ignores it.
             generator: draws the VAE's ε.
+            noise: ε itself, [B, L] (`training_noise`); nothing is drawn then.
         """
         images = self.check_training_batch(images, labels)
         own = features(self.active, images, self.cfg, batch_statistics=True)
         with torch.no_grad():
             frozen = [features(expert, images, self.cfg) for expert in self.experts[:-1]]
         logits = self.active.head(self.fuse(torch.stack([*frozen, own], dim=1)), batch_statistics=True)
-        return classification_loss(logits, labels) + self._vae_training_loss(images, generator)
+        return classification_loss(logits, labels) + self._vae_training_loss(images, generator, noise)
+
+    def training_noise(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """ε of the VAE's codes of `count` images, as `training_loss` draws it: [count, L]."""
+        return normal((count, self.cfg.latent_dim), self.weight, generator)
 
     def new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         """Adam [P] over the active expert's parameters, its gates and its head."""
@@ -383,8 +394,9 @@ class LEViT(nn.Module):
         mu, log_sigma = self.active.vae.encode(images)
         return mu + log_sigma.exp() * normal(mu.shape, mu, generator)
 
-    def _vae_training_loss(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
-        noise = normal((len(images), self.cfg.latent_dim), images, generator)
+    def _vae_training_loss(self, images: Tensor, generator: torch.Generator | None, noise: Tensor | None) -> Tensor:
+        if noise is None:
+            noise = self.training_noise(len(images), generator)
         return self._mean_vae_loss(images, noise)
 
     def _mean_vae_loss(self, images: Tensor, noise: Tensor) -> Tensor:
@@ -410,4 +422,4 @@ class LEViT(nn.Module):
 def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Standard normal numbers; a CPU generator serves every device, so that runs agree across devices."""
     device = like.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
+    return to_device(torch.randn(shape, generator=generator, device=device, dtype=like.dtype), like.device)

@@ -11,14 +11,17 @@ from ._register import once_differentiable
 
 
 class LossWithGradients(torch.autograd.Function):
-    """`apply(compute, *tensors)`: `compute()` gives the loss, the gradient of every tensor in their order, and whatever
-    else it has to give, which has no gradient. Returns the loss and that.
+    """`apply(compute, on_host, *tensors)`: `compute()` gives the loss, the gradient of every tensor in their order, and
+    whatever else it has to give, which has no gradient. Returns the loss and that.
+
+    `on_host`: a look at the incoming gradient costs no wait, and one that is 1 no multiplication.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, compute: Callable[[], list[torch.Tensor]], *tensors: torch.Tensor
+        ctx: Any, compute: Callable[[], list[torch.Tensor]], on_host: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        ctx.on_host = on_host
         loss, *found = compute()
         ctx.grads, others = found[: len(tensors)], found[len(tensors) :]
         ctx.mark_non_differentiable(*others)
@@ -32,4 +35,6 @@ class LossWithGradients(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise RuntimeError("levit_kernels: this loss was differentiated before; its gradients are gone")
-        return (None, *(grads if grad.item() == 1 else [x * grad for x in grads]))
+        if not (ctx.on_host and grad.item() == 1):
+            grads = torch._foreach_mul(grads, grad)
+        return None, None, *grads

@@ -37,12 +37,17 @@ def broadcast_strides(expanded: torch.Tensor) -> tuple[int, ...]:
 
 
 def reduce_like(per_image: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Gradients [B,K,H] -> the layout and dtype of `gates`: the transpose of `expand` followed by broadcasting."""
-    if gates.ndim < 3:
-        per_image = per_image.sum(0)
+    """Gradients [B,K,H], or [B,K,H,N] still to be summed over N, -> the layout and dtype of `gates`: the transpose of
+    `expand` followed by broadcasting.
+    """
+    over = [0] if gates.ndim < 3 else []
     if gates.ndim == 1 or (gates.ndim == 3 and gates.shape[2] == 1):
-        per_image = per_image.sum(-1, keepdim=gates.ndim == 3)
-    return per_image.to(gates.dtype, copy=True)
+        over.append(2)
+    if per_image.ndim == 4:
+        over.append(3)
+    if not over:
+        return per_image.to(gates.dtype, copy=True)
+    return per_image.sum(over).to(gates.dtype).view(gates.shape)
 
 
 def gated_sum(outputs: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:

@@ -200,7 +200,8 @@ def vae_training_loss(
     if not torch.is_grad_enabled():
         return vae_training_loss_reference(images, weights, beta, noise)
     dense = [x.detach().contiguous() for x in weights]
-    return LossWithGradients.apply(lambda: torch.ops.levit_native.vae_training(images, dense, beta, noise), *weights)[0]
+    native_op = torch.ops.levit_native.vae_training
+    return LossWithGradients.apply(lambda: native_op(images, dense, beta, noise), True, *weights)[0]
 
 
 def head_training_loss(
@@ -215,7 +216,9 @@ def head_training_loss(
         return head_training_loss_reference(features, labels, weights, negative_slope, epsilon)
     x, *dense = (x.detach().contiguous() for x in (features, *weights))
     native_op = torch.ops.levit_native.head_training
-    return LossWithGradients.apply(lambda: native_op(x, labels, dense, negative_slope, epsilon), features, *weights)
+    return LossWithGradients.apply(
+        lambda: native_op(x, labels, dense, negative_slope, epsilon), True, features, *weights
+    )
 
 
 def _linear_layout(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:

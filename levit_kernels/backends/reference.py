@@ -9,6 +9,7 @@ import torch
 from torch._C import DispatchKey
 
 from .. import _vae
+from ..batch_norm_fold import batch_norm_fold_backward_composed, batch_norm_fold_composed
 from ..dkf_fuse import dkf_fuse_reference
 from ..elbo_loss import elbo_loss_reference
 from ..expansion_distances import expansion_distances_reference
@@ -17,6 +18,7 @@ from ..folded_attention import folded_attention_reference
 from ..gates import gated_sum
 from ..head_training import head_training_loss_reference
 from ..latent_distance import latent_distance_reference
+from ..position_noise import position_noise_reference
 from ..strided_conv import strided_conv_reference, transposed_conv_reference
 from ..task_attention import task_attention_reference
 from ..vae_codes import vae_codes_reference
@@ -112,6 +114,9 @@ OPS = {
     "head_training_loss": head_training_loss_reference,
     "strided_conv": _dense(strided_conv_reference),
     "transposed_conv": _dense(transposed_conv_reference),
+    "batch_norm_fold": batch_norm_fold_composed,
+    "batch_norm_fold_backward": batch_norm_fold_backward_composed,
+    "position_noise": position_noise_reference,
     "task_attention": _dense(task_attention_reference),
     "task_attention_backward": _task_attention_backward,
 }

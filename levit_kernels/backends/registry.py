@@ -140,9 +140,18 @@ def _reasons_against(op: str, args: tuple, before: str | None = None) -> str:
     return "; ".join(f"{backend.name}: {backend.reason_against(op, args)}" for backend in passed)
 
 
-def native(op: str, *args: Any) -> bool:
-    """Whether the native CPU kernels are in charge of this call: they take it, and no other backend is forced."""
-    return forced() in (None, "cpu") and backends()["cpu"].can_run(op, args)
+def has_kernel(op: str, *args: Any) -> bool:
+    """Whether a kernel of this package would compute this call, and not plain torch."""
+    name = forced()
+    asked = NAMES if name is None else (name,)
+    return any(backends()[x].can_run(op, args) for x in asked if x not in ("torch", "reference"))
+
+
+def run_or(plain: Callable[..., Any], op: str, *args: Any) -> Any:
+    """Computes `op` by a kernel where one takes it, else by `plain`, even where a backend is forced that has none: for
+    what is no op of its own to a user.
+    """
+    return run(op, *args) if has_kernel(op, *args) else plain(*args)
 
 
 def run(op: str, *args: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..batch_norm_fold import batch_norm_fold_backward_composed, batch_norm_fold_composed
 from ..composed import (
     dkf_fuse,
     elbo_loss,
@@ -15,6 +16,7 @@ from ..composed import (
     vae_codes,
 )
 from ..head_training import head_training_loss_reference
+from ..position_noise import position_noise_reference
 from ..strided_conv import strided_conv_reference, transposed_conv_reference
 from ..vae_training import vae_training_loss_reference
 from .registry import Backend, device_of
@@ -36,6 +38,9 @@ OPS = {
     "head_training_loss": head_training_loss_reference,
     "strided_conv": lambda *args: strided_conv_reference(*args).contiguous(),
     "transposed_conv": lambda *args: transposed_conv_reference(*args).contiguous(),
+    "batch_norm_fold": batch_norm_fold_composed,
+    "batch_norm_fold_backward": batch_norm_fold_backward_composed,
+    "position_noise": position_noise_reference,
     "task_attention": task_attention.task_attention,
     "task_attention_backward": task_attention.task_attention_backward,
 }

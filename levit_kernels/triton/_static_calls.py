@@ -8,14 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from . import (
+    batch_norm_fold,
     dkf_fuse,
     elbo_loss,
     expansion_distances,
     expert_attention,
     expert_attention_backward,
+    head_training_loss,
     latent_distance,
+    position_noise,
     task_attention,
     task_attention_backward,
+    vae_codes,
+    vae_training_loss,
 )
 from .launch import Launch, listening
 
@@ -108,6 +113,44 @@ def _elbo_loss(dtype: torch.dtype) -> None:
     elbo_loss.elbo_loss_backward(out, *args, [True] * 16)
 
 
+def _vae_codes(dtype: torch.dtype) -> None:
+    vae_codes.vae_codes(_new(dtype, 10, 784), _encoder(dtype, 31), _new(dtype, 31, 10, 50))
+
+
+def _vae_training_loss(dtype: torch.dtype) -> None:
+    layers = [*_encoder(dtype, 1), *_decoder(dtype, 1)]
+    weights = [x[0].t() if x.dim() == 3 else x[0] for x in layers]
+    vae_training_loss.vae_training_loss(_new(dtype, 64, 784), weights, 0.5, _new(dtype, 64, 50))
+
+
+def _head_training_loss(inputs: int, *sizes: int) -> Callable[[torch.dtype], object]:
+    """Hidden sizes, then classes."""
+
+    def run(dtype: torch.dtype) -> None:
+        weights, width = [], inputs
+        for size in sizes:
+            weights += [_new(dtype, size, width), _new(dtype, size), _new(dtype, size)]
+            width = size
+        features, labels = _new(dtype, 64, inputs), _new(torch.int64, 64)
+        head_training_loss.head_training_loss(features, labels, weights[:-1], 0.2, 1e-5)
+
+    return run
+
+
+def _batch_norm_fold(pixels: int) -> Callable[[torch.dtype], object]:
+    def run(dtype: torch.dtype) -> None:
+        weight, rows = _new(dtype, 100, pixels), [_new(dtype, 100) for _ in range(5)]
+        running = (*rows[3:], _new(torch.int64))
+        w, b, *kept = batch_norm_fold.batch_norm_fold(_new(dtype, 1024, pixels), weight, *rows[:3], running, 0.1, 1e-5)
+        batch_norm_fold.batch_norm_fold_backward(w, b, weight, rows[0], *kept)
+
+    return run
+
+
+def _position_noise(dtype: torch.dtype) -> None:
+    position_noise.position_noise(_new(torch.int64, 10), _new(torch.int64, 31), 50, 0, dtype)
+
+
 def _task_attention(batch: int, tokens: int, length: int) -> Callable[[torch.dtype], object]:
     """The presets of DyTox, 12 heads of 32 columns."""
 
@@ -130,6 +173,13 @@ CALLS = [
     Call("latent_distance", "mnist K=31 M=2000", _latent_distance),
     Call("expansion_distances", "mnist K=31 M=2000", _expansion_distances),
     Call("elbo_loss", "mnist K=32 B=256 S=10", _elbo_loss),
+    Call("vae_codes", "mnist K=31 B=10", _vae_codes),
+    Call("vae_training_loss", "mnist B=64", _vae_training_loss),
+    Call("head_training_loss", "mnist B=64", _head_training_loss(4800, 100, 10)),
+    Call("head_training_loss", "cifar B=64", _head_training_loss(4800, 500, 200, 10)),
+    Call("batch_norm_fold", "mnist B=64", _batch_norm_fold(49)),
+    Call("batch_norm_fold", "cifar B=64", _batch_norm_fold(192)),
+    Call("position_noise", "mnist K=31 B=10", _position_noise),
     Call("task_attention", "cifar T=50", _task_attention(128, 50, 64)),
     Call("task_attention", "cifar T=10, folded", _task_attention(128, 10, 64)),
     Call("task_attention", "imagenet T=50", _task_attention(128, 50, 196)),

@@ -140,7 +140,8 @@ def _forward(
                 key = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION)
                 w += SV_S
                 b += SC_S
-                weights = attend(query.to(dtype), key.to(dtype), local, scale, PRECISION).to(dtype)
+                scores = tl.dot(query.to(dtype), tl.trans(key.to(dtype)), input_precision=PRECISION) * scale
+                weights = attend(scores, local).to(dtype)
                 value = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION)
                 head = tl.dot(weights, value.to(dtype), input_precision=PRECISION)
                 if GATED:

@@ -14,6 +14,7 @@ from .. import gates as gating
 from .attention_tile import attend, embed, project
 from .expert_attention import strides_of, tile_for
 from .launch import ceil_div, dot_precision, launch, near
+from .layer_backward import layer_backward
 from .matmul import LEAKY_BACKWARD, matmul
 
 SCRATCH_BYTES = 256 << 20  # of tokens and of the gradients of queries, keys and values at a time
@@ -23,6 +24,14 @@ SCRATCH_BYTES = 256 << 20  # of tokens and of the gradients of queries, keys and
 def _store_piece(out, piece, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     columns = FIRST + tl.arange(0, piece.shape[1])
     tl.store(out + columns[None, :], piece, mask=inside[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def _load_part(rows, inside, first, most, stride, SIZE: tl.constexpr):
+    """Columns first : first + SIZE of the rows, zero outside."""
+    columns = first + tl.arange(0, SIZE)
+    where = rows[:, None] + columns.to(tl.int64)[None, :] * stride
+    return tl.load(where, mask=inside[:, None] & (columns < most)[None, :], other=0)
 
 
 @triton.jit
@@ -79,9 +88,10 @@ def _backward(
     Q1: tl.constexpr,
     Q2: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: a tile of images, one head, one expert.
+    """One program: a tile of images, one head, one expert; the head's columns come BLOCK_D at a time.
 
     tokens [K,B,N,WIDTH], by_qkv [K,B,N,3,HEADS,DEPTH], by_gates [K,HEADS,B,N], the last still to be summed over tokens.
     """
@@ -93,7 +103,6 @@ def _backward(
     h = tl.program_id(1)
     expert = tl.program_id(2).to(tl.int64)
     dtype = w_qkv.dtype.element_ty
-    columns = tl.arange(0, BLOCK_D)
     here = (expert * batch + image) * TOKENS + token
 
     rows = patches + image * stride_xb + token.to(tl.int64) * stride_xn
@@ -110,40 +119,97 @@ def _backward(
                 _store_piece(kept, t1, inside, Q0, WIDTH)
             if Q2 > 0:
                 _store_piece(kept, t2, inside, Q0 + Q1, WIDTH)
+    upstream = grad + expert * stride_dk + image * stride_db + token.to(tl.int64) * stride_dn
+    upstream += (h * DEPTH).to(tl.int64) * stride_de
     w = w_qkv + expert * SV_K + h * SV_H
     b = b_qkv + expert * SC_K + h * SC_H
-    query = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION).to(dtype)
-    w += SV_S
-    b += SC_S
-    key = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION).to(dtype)
-    w += SV_S
-    b += SC_S
-    weights = attend(query, key, local, scale, PRECISION)
-    value = project(t0, t1, t2, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, Q0, Q1, Q2, BLOCK_D, PRECISION).to(dtype)
-
-    upstream = grad + expert * stride_dk + image * stride_db + token.to(tl.int64) * stride_dn
-    upstream = upstream[:, None] + (h * DEPTH + columns).to(tl.int64)[None, :] * stride_de
-    upstream = tl.load(upstream, mask=inside[:, None] & (columns < DEPTH)[None, :], other=0).to(tl.float32)
-    if BY_GATES:
-        output = tl.dot(weights.to(dtype), value, input_precision=PRECISION)
+    by_weights = tl.zeros((ROWS, ROWS), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        value = project(
+            t0,
+            t1,
+            t2,
+            w + 2 * SV_S + i * BLOCK_D * SV_D,
+            b + 2 * SC_S + i * BLOCK_D * SC_D,
+            SV_Q,
+            SV_D,
+            SC_D,
+            WIDTH,
+            DEPTH - i * BLOCK_D,
+            Q0,
+            Q1,
+            Q2,
+            BLOCK_D,
+            PRECISION,
+        ).to(dtype)
+        part = _load_part(upstream, inside, i * BLOCK_D, DEPTH, stride_de, BLOCK_D).to(dtype)
+        by_weights = tl.dot(part, tl.trans(value), by_weights, input_precision=PRECISION)
+    queries, keys = (), ()
+    scores = tl.zeros((ROWS, ROWS), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        at_w, at_b = w + i * BLOCK_D * SV_D, b + i * BLOCK_D * SC_D
+        query = project(
+            t0,
+            t1,
+            t2,
+            at_w,
+            at_b,
+            SV_Q,
+            SV_D,
+            SC_D,
+            WIDTH,
+            DEPTH - i * BLOCK_D,
+            Q0,
+            Q1,
+            Q2,
+            BLOCK_D,
+            PRECISION,
+        ).to(dtype)
+        key = project(
+            t0,
+            t1,
+            t2,
+            at_w + SV_S,
+            at_b + SC_S,
+            SV_Q,
+            SV_D,
+            SC_D,
+            WIDTH,
+            DEPTH - i * BLOCK_D,
+            Q0,
+            Q1,
+            Q2,
+            BLOCK_D,
+            PRECISION,
+        ).to(dtype)
+        scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
+        queries, keys = queries + (query,), keys + (key,)
+    weights = attend(scores * scale, local)
+    if BY_GATES:  # <output, upstream> of a row, the output being weights @ value
         where = by_gates + ((expert * HEADS + h) * batch + image) * TOKENS + token
-        tl.store(where, tl.sum(output * upstream, 1), mask=inside)
+        tl.store(where, tl.sum(weights * by_weights, 1), mask=inside)
     if BY_INPUTS:
+        gated = weights
         if GATED:
             where = gates + image * stride_gb + expert * stride_gk + h * stride_gh
-            upstream *= tl.load(where, mask=inside, other=0).to(tl.float32)[:, None]
-        upstream = upstream.to(dtype)
-        out = by_qkv + (here * (3 * HEADS * DEPTH))[:, None] + h * DEPTH + columns[None, :]
-        stored = inside[:, None] & (columns < DEPTH)[None, :]
-        by_value = tl.dot(tl.trans(weights.to(dtype)), upstream, input_precision=PRECISION)
-        tl.store(out + 2 * HEADS * DEPTH, by_value.to(dtype), mask=stored)
-        by_weights = tl.dot(upstream, tl.trans(value), input_precision=PRECISION)
+            gate = tl.load(where, mask=inside, other=0).to(tl.float32)[:, None]
+            gated = weights * gate
+            by_weights *= gate
         # weights are zero across images, and so is what follows
         by_scores = weights * (by_weights - tl.sum(weights * by_weights, 1)[:, None]) * scale
         by_scores = by_scores.to(dtype)
-        tl.store(out, tl.dot(by_scores, key, input_precision=PRECISION).to(dtype), mask=stored)
-        by_key = tl.dot(tl.trans(by_scores), query, input_precision=PRECISION)
-        tl.store(out + HEADS * DEPTH, by_key.to(dtype), mask=stored)
+        gated = gated.to(dtype)
+        out = by_qkv + (here * (3 * HEADS * DEPTH))[:, None] + h * DEPTH
+        for i in tl.static_range(CHUNKS):
+            columns = i * BLOCK_D + tl.arange(0, BLOCK_D)
+            stored = inside[:, None] & (columns < DEPTH)[None, :]
+            where = out + columns[None, :]
+            tl.store(where, tl.dot(by_scores, keys[i], input_precision=PRECISION).to(dtype), mask=stored)
+            by_key = tl.dot(tl.trans(by_scores), queries[i], input_precision=PRECISION)
+            tl.store(where + HEADS * DEPTH, by_key.to(dtype), mask=stored)
+            part = _load_part(upstream, inside, i * BLOCK_D, DEPTH, stride_de, BLOCK_D).to(dtype)
+            by_value = tl.dot(tl.trans(gated), part, input_precision=PRECISION)
+            tl.store(where + 2 * HEADS * DEPTH, by_value.to(dtype), mask=stored)
 
 
 def expert_attention_backward(
@@ -179,7 +245,8 @@ def expert_attention_backward(
     grads = [by_patches.to(patches.dtype)] if needs[0] else []
     grads += [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*by_weights, strict=True)]
     if needs[5]:
-        grads.append(gating.reduce_like(torch.cat(by_gates).permute(2, 0, 1), gates))
+        every = torch.cat(by_gates) if len(by_gates) > 1 else by_gates[0]
+        grads.append(gating.reduce_like(every.permute(2, 0, 1, 3), gates))
     return grads
 
 
@@ -191,10 +258,12 @@ def _attention(
     negative_slope: float,
     needs: list[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """-> tokens `[K,B*N,Q]`, gradients of q, k, v `[K,B*N,3*H*d]` and of the gates `[K,H,B]`, those asked for."""
+    """-> tokens `[K,B*N,Q]`, gradients of q, k, v `[K,B*N,3*H*d]` and of the gates `[K,H,B,N]`, those asked for."""
     batch, length, pixels = patches.shape
     experts, width, _, heads, depth = weights[2].shape
     tile = vars(tile_for(patches, weights[2])) | {"GROUP": None, "BLOCK_I": None}
+    if patches.dtype == torch.float32:  # whole heads, cut in two for the matrix units, would want too many registers
+        tile["BLOCK_D"] = min(tile["BLOCK_D"], 64)
     tokens = by_qkv = by_gates = None
     if any(needs[:5]):
         tokens = patches.new_empty(experts, batch * length, width)
@@ -216,10 +285,11 @@ def _attention(
         HEADS=heads,
         WIDTH=width,
         DEPTH=depth,
+        CHUNKS=ceil_div(depth, tile["BLOCK_D"]),
         PRECISION=dot_precision(patches.dtype),
         **{name: value for name, value in tile.items() if value is not None},
     )
-    return tokens, by_qkv, None if by_gates is None else by_gates.sum(3)
+    return tokens, by_qkv, by_gates
 
 
 def _layers(
@@ -231,6 +301,8 @@ def _layers(
     needs: list[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """-> gradients of the patches, in float32, and of the weights, those asked for."""
+    if len(tokens) == 1 and all(needs[1:5]):
+        return _one_expert(patches, weights, tokens[0], by_qkv[0], negative_slope, needs[0])
     w_embed, _, w_qkv, b_qkv = weights
     by_embedded = by_patches = None
     if any(needs[:3]):
@@ -246,3 +318,25 @@ def _layers(
         by_qkv.sum(1).view(b_qkv.shape) if needs[4] else None,
     ]
     return by_patches, [x for x in grads if x is not None]
+
+
+def _one_expert(
+    patches: torch.Tensor,
+    weights: list[torch.Tensor],
+    tokens: torch.Tensor,
+    by_qkv: torch.Tensor,
+    negative_slope: float,
+    needs_patches: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The same of the expert in training, a launch per layer; weights' gradients laid out as nn.Linear keeps them."""
+    w_embed, _, w_qkv, b_qkv = weights
+    w = w_qkv[0].permute(1, 2, 3, 0)
+    layer = (w.reshape(-1, w.shape[3]).contiguous(), by_qkv)
+    by_embedded, (by_w, by_b) = layer_backward(tokens, [layer], LEAKY_BACKWARD, tokens.dtype, negative_slope)
+    rows = patches.reshape(-1, patches.shape[2]).contiguous()
+    layer = (w_embed[0].t().contiguous(), by_embedded)
+    by_patches, (by_w_embed, by_b_embed) = layer_backward(
+        rows, [layer], by_input=torch.float32 if needs_patches else None
+    )
+    by_weights = [by_w_embed.t()[None], by_b_embed[None], by_w.view(w.shape).permute(3, 0, 1, 2)[None]]
+    return None if by_patches is None else by_patches.view(patches.shape), [*by_weights, by_b.view(b_qkv.shape)]

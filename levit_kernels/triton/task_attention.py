@@ -30,6 +30,20 @@ def load_tile(x, rows, inside, columns, most_columns, stride_row, stride_column)
 
 
 @triton.jit
+def locate(rows, tokens, stride_kb, stride_kg, stride_oh, stride_ot, ROWS: tl.constexpr):
+    """A program's image, its rows of all H*T, their heads and tokens, which of them exist; where keys and values of
+    the image, and a row's own ones, begin.
+    """
+    image = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(2).to(tl.int64)
+    local = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = group * rows + local
+    head, token = row // tokens, row % tokens
+    offset = image * stride_kb + group * stride_kg
+    return image, row, head, token, local < rows, offset, head * stride_oh + token * stride_ot
+
+
+@triton.jit
 def attend(
     query,
     own_key,
@@ -92,15 +106,10 @@ def _forward(
     PRECISION: tl.constexpr,
 ):
     """out [H,B,T,C] of query [H,T,C], own_key and own_value [H,T,C], keys and values [B,N,G,C]: rows = H*T/G."""
-    image = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(2).to(tl.int64)
-    local = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = local < rows
-    row = group * rows + local
-    head, token = row // tokens, row % tokens
+    image, row, head, token, inside, offset, mine = locate(
+        rows, tokens, stride_kb, stride_kg, stride_oh, stride_ot, ROWS
+    )
     patch = tl.arange(0, BLOCK_N).to(tl.int64)
-    offset = image * stride_kb + group * stride_kg
-    mine = head * stride_oh + token * stride_ot
     own, attention = attend(
         query,
         own_key + mine,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..composed.task_tokens_backward import backward
-from .task_attention import Tokens, attend, load_tile
+from .task_attention import Tokens, attend, load_tile, locate
 
 
 @triton.jit
@@ -48,15 +48,10 @@ def _backward(
     """upstream [H,B,T,C], of the weighted sums -> attention [B,H,T,N], by_scores [H,T,B,N], and of the tokens
     themselves [H,T,B]; gradients of the scores before they were scaled. The rest is as in the forward kernel.
     """
-    image = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(2).to(tl.int64)
-    local = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = local < rows
-    row = group * rows + local
-    head, token = row // tokens, row % tokens
+    image, row, head, token, inside, offset, mine = locate(
+        rows, tokens, stride_kb, stride_kg, stride_oh, stride_ot, ROWS
+    )
     patch = tl.arange(0, BLOCK_N).to(tl.int64)
-    offset = image * stride_kb + group * stride_kg
-    mine = head * stride_oh + token * stride_ot
     own, weights = attend(
         query,
         own_key + mine,

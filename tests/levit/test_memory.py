@@ -50,7 +50,7 @@ def test_rows_never_move():
     first = fill(memory, [0, 1])
     fill(memory, [2, 3, 4])
     fill(memory, [5])
-    assert memory.positions[first[1]] == 1
+    assert memory.positions[first].tolist() == [5, 1]
 
 
 def test_sample_is_uniform_over_live_rows_with_replacement():
