@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench import report
-from bench.bars import BARS, Bar, Measurements, judge
+from bench.bars import BARS, Bar, judge
 from bench.cases import CASES, select
 from bench.ceilings import Ceilings, update
 from bench.harness import Case, run, shares
+from bench.measures import Measurements
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

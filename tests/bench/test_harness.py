@@ -14,10 +14,11 @@ import torch
 from bench import ceilings as ceilings_module
 from bench import harness, memory, report
 from bench.__main__ import bars
-from bench.bars import Bar, Figure, Measurements, NotAvailableError, final_accuracy, judge, training_minutes
+from bench.bars import Bar, judge
 from bench.cases import CASES, select
 from bench.ceilings import Ceilings
 from bench.harness import Case, Row, interleave, run, shares, thread_count
+from bench.measures import Figure, Measurements, NotAvailableError, final_accuracy, training_minutes
 
 
 class FakeMachine:
