@@ -53,7 +53,7 @@ def position_noise(
     positions: torch.Tensor, experts: torch.Tensor, latent_dim: int, seed: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """See levit_kernels.position_noise."""
-    out = torch.empty(len(experts), len(positions), latent_dim, dtype=dtype, device=positions.device)
+    out = positions.new_empty(len(experts), len(positions), latent_dim, dtype=dtype)
     launch(
         _noise,
         (ceil_div(out.numel(), BLOCK),),
