@@ -213,7 +213,7 @@ def _loss_and_gradients(
         *(logits, labels, loss, by_logits, len(x), labels.stride(0)),
         CLASSES=len(w),
         BLOCK_C=block_c,
-        ROWS=max(1, min(64, 4096 // block_c)),
+        ROWS=max(1, min(32, 4096 // block_c)),
         threads=128,
     )
     by_x, grads = layer_backward(x, [(w, by_logits)], by_input=x.dtype)

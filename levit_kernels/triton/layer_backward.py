@@ -44,6 +44,46 @@ def _by_weight(
 
 
 @triton.jit
+def _by_input(
+    grad,
+    grad2,
+    w,
+    w2,
+    x,
+    by_x,
+    tile,
+    rows,
+    negative_slope,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    THEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of by_x [rows, INPUTS]."""
+    columns = tl.cdiv(INPUTS, BLOCK_N)
+    m = (tile // columns) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = product(total, grad, w, m, i, rows, INPUTS, OUTPUTS, OUTPUTS, 1, INPUTS, 1, BLOCK_D, PRECISION)
+    if PAIRS == 2:
+        total = product(total, grad2, w2, m, i, rows, INPUTS, OUTPUTS, OUTPUTS, 1, INPUTS, 1, BLOCK_D, PRECISION)
+    inside = (m < rows)[:, None] & (i < INPUTS)[None, :]
+    where = m[:, None] * INPUTS + i[None, :]
+    if THEN == TANH_BACKWARD:
+        y = tl.load(x + where, mask=inside, other=0).to(tl.float32)
+        total *= 1 - y * y
+    if THEN == RELU_BACKWARD:
+        total = tl.where(tl.load(x + where, mask=inside, other=0) > 0, total, 0)
+    if THEN == LEAKY_BACKWARD:
+        total = tl.where(tl.load(x + where, mask=inside, other=0) > 0, total, total * negative_slope)
+    tl.store(by_x + where, total.to(by_x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _layer_backward(
     grad,
     grad2,
@@ -56,12 +96,12 @@ def _layer_backward(
     by_w2,
     by_b2,
     rows,
-    of_input,
     of_weight,
     negative_slope,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     PAIRS: tl.constexpr,
+    BY_INPUT: tl.constexpr,
     THEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -70,36 +110,38 @@ def _layer_backward(
 ):
     """grad [rows, OUTPUTS] of x [rows, INPUTS] @ w.T, w [OUTPUTS, INPUTS]; of two such layers over one x, PAIRS == 2.
 
-    The first `of_input` programs make tiles of by_x, the others those of the weights' gradients, `of_weight` a layer.
-    THEN: by_x becomes the gradient of what came before the activation whose output x is.
+    The first `of_weight` programs make tiles of the weight's gradient, then as many those of the second layer's, the
+    rest those of by_x. THEN: by_x becomes the gradient of what came before the activation whose output x is.
     """
     tile = tl.program_id(0)
-    if tile < of_input:
-        columns = tl.cdiv(INPUTS, BLOCK_N)
-        m = (tile // columns) * BLOCK_M + tl.arange(0, BLOCK_M)
-        i = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        total = product(total, grad, w, m, i, rows, INPUTS, OUTPUTS, OUTPUTS, 1, INPUTS, 1, BLOCK_D, PRECISION)
-        if PAIRS == 2:
-            total = product(total, grad2, w2, m, i, rows, INPUTS, OUTPUTS, OUTPUTS, 1, INPUTS, 1, BLOCK_D, PRECISION)
-        inside = (m < rows)[:, None] & (i < INPUTS)[None, :]
-        where = m[:, None] * INPUTS + i[None, :]
-        if THEN == TANH_BACKWARD:
-            y = tl.load(x + where, mask=inside, other=0).to(tl.float32)
-            total *= 1 - y * y
-        if THEN == RELU_BACKWARD:
-            total = tl.where(tl.load(x + where, mask=inside, other=0) > 0, total, 0)
-        if THEN == LEAKY_BACKWARD:
-            total = tl.where(tl.load(x + where, mask=inside, other=0) > 0, total, total * negative_slope)
-        tl.store(by_x + where, total.to(by_x.dtype.element_ty), mask=inside)
-    else:
-        tile -= of_input
-        if PAIRS == 2 and tile >= of_weight:
-            _by_weight(
-                grad2, x, by_w2, by_b2, tile - of_weight, rows, INPUTS, OUTPUTS, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION
+    if tile < of_weight:
+        _by_weight(grad, x, by_w, by_b, tile, rows, INPUTS, OUTPUTS, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)
+    tile -= of_weight
+    if PAIRS == 2:
+        if (tile >= 0) & (tile < of_weight):
+            _by_weight(grad2, x, by_w2, by_b2, tile, rows, INPUTS, OUTPUTS, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)
+        tile -= of_weight
+    if BY_INPUT:
+        if tile >= 0:
+            _by_input(
+                grad,
+                grad2,
+                w,
+                w2,
+                x,
+                by_x,
+                tile,
+                rows,
+                negative_slope,
+                INPUTS,
+                OUTPUTS,
+                PAIRS,
+                THEN,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_D,
+                PRECISION,
             )
-        else:
-            _by_weight(grad, x, by_w, by_b, tile, rows, INPUTS, OUTPUTS, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)
 
 
 def layer_backward(
@@ -133,10 +175,11 @@ def layer_backward(
         _layer_backward,
         (of_input + len(layers) * of_weight,),
         *(grad, grad2, w, w2, x, by_x, *grads, *(() if len(layers) > 1 else (None, None))),
-        *(rows, of_input, of_weight, negative_slope),
+        *(rows, of_weight, negative_slope),
         INPUTS=inputs,
         OUTPUTS=outputs,
         PAIRS=len(layers),
+        BY_INPUT=by_x is not None,
         THEN=then.value,
         PRECISION=dot_precision(x.dtype),
         **tile,

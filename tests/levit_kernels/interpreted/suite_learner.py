@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from unittest import mock
 
 import pytest
+import torch
 
 import levit
 from bench import launches
+from levit_kernels import use_backend
 from levit_kernels.backends import registry
 from levit_kernels.triton import launch
 
@@ -73,3 +75,19 @@ def test_the_count_without_running_them_is_the_same():
     running = launches.of_a_step("fused", config(), 2, counting).kernels
     declared = launches.of_a_step("fused", config(), 2).kernels
     assert running.total() == declared.total(), (running, declared)
+
+
+def test_steps_are_those_of_the_reference():
+    events = []
+    for model, backend in ((levit.LEViT, "triton"), (levit.reference.LEViT, "reference")):
+        model = model(config())
+        model.add_expert()
+        learner = levit.Learner(model)
+        generator = torch.Generator().manual_seed(0)
+        with use_backend(backend):
+            for _ in range(3):
+                images = torch.rand(10, 1, 8, 8, generator=generator)
+                last = learner.observe(images, torch.randint(10, (10,), generator=generator))
+        events.append(last)
+    assert abs(events[0].loss / events[1].loss - 1) < 1e-5
+    torch.testing.assert_close(events[0].distances, events[1].distances, rtol=1e-4, atol=0)

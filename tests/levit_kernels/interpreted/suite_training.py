@@ -7,9 +7,12 @@ import test_position_noise as noise
 import test_vae_codes as codes
 import test_vae_training as vae
 import torch
+from suite_memory import GUARD, guarded
+from torch.utils._pytree import tree_map_only
 
 from levit_kernels import use_backend
 from levit_kernels.head_training import head_training_loss
+from levit_kernels.position_noise import position_noise
 from levit_kernels.vae_codes import vae_codes
 from levit_kernels.vae_training import vae_training_loss
 
@@ -94,3 +97,46 @@ def test_fold_is_as_exact_as_batch_norm(offset, contrast):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 def test_noise(dtype, tolerance):
     noise.check("triton", dtype, tolerance)
+
+
+def fold_outcome(args, backend):
+    with use_backend(backend):
+        return fold.outcome(*args)[0]
+
+
+def codes_and_noise(args, backend):
+    with use_backend(backend):
+        return [vae_codes(*args), position_noise(torch.arange(3), torch.arange(5), 7, 1)]
+
+
+GUARDED = {
+    "vae": (vae_loss, vae.arguments("odd", torch.float32)),
+    "head": (head_loss, head.arguments("odd", torch.float32)),
+    "fold": (fold_outcome, fold.arguments("odd", torch.float32)),
+    "codes": (codes_and_noise, codes.arguments("odd", torch.float32)),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_nothing_beside_the_arguments_is_read_and_nothing_beside_the_results_written(name, monkeypatch):
+    run, args = GUARDED[name]
+    expected, rooms, new_empty = run(args, "triton"), [], torch.Tensor.new_empty
+
+    def guarded_empty(self, *shape, **options):
+        like = new_empty(self, *shape, **options)
+        room, view = guarded(like)
+        rooms.append((room, like.numel()))
+        return view
+
+    def guard(x):
+        return guarded(x)[1].copy_(x.detach()).requires_grad_(x.requires_grad)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", guarded_empty)
+    found = run(tree_map_only(torch.Tensor, guard, args), "triton")
+    monkeypatch.undo()
+    assert len(rooms) >= 4
+    for room, numbers in rooms:
+        for zone in (room[:GUARD], room[GUARD + numbers :]):
+            assert zone.isnan().all() if room.is_floating_point() else (zone == -1).all()
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
