@@ -63,8 +63,9 @@ class LEViTConfig:
     """Who chooses an image's expert: its VAE loss (as published), a streaming LDA in a shared space, or both."""
     shared_filters: int = 100
     """Filters of the shared space (8 features each), for routing `shared` and `fused` and for method slda."""
-    prior: Literal["none", "shared"] = "none"
-    """What an expert's label rests on: its own logits, or those and the shared space's as a prior (`levit.routing`)."""
+    prior: Literal["none", "shared"] | None = "none"
+    """What an expert's label rests on: its own logits, or those and the shared space's as a prior (`levit.routing`);
+    None, the presets' choice: `shared` where routing keeps a shared space."""
     calibration: bool = False
     """Keep what predict needs to calibrate its confidence and to flag what no expert knows (`levit.examples`)."""
 
@@ -118,6 +119,8 @@ class LEViTConfig:
     def __post_init__(self) -> None:
         if self.head_dim is None:
             object.__setattr__(self, "head_dim", self.embed_dim)
+        if self.prior is None:
+            object.__setattr__(self, "prior", "none" if self.routing == "vae" else "shared")
         object.__setattr__(self, "head_hidden", tuple(self.head_hidden))
         object.__setattr__(self, "vae_hidden", tuple(self.vae_hidden))
         at_least_one = (
@@ -189,18 +192,14 @@ class LEViTConfig:
     def preset(cls, name: str, variant: str = "levit-dkf", **overrides: Any) -> LEViTConfig:
         """The preset `name` (see `PRESETS`) of a `variant` (see `VARIANTS`), with fields overridden.
 
-        The published routing `vae` keeps no shared space, so with it there is no prior unless asked for. An unknown
-        name raises `ValueError` that suggests the nearest.
+        An unknown name raises `ValueError` that suggests the nearest.
         """
         unknown = set(overrides) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             field = sorted(unknown)[0]
             near = difflib.get_close_matches(field, [f.name for f in dataclasses.fields(cls)], n=1, cutoff=0.0)
             raise ValueError(f"{field}: not a field of LEViTConfig. Did you mean {near[0]!r}?")
-        fields = _known("preset", name, PRESETS) | _known("variant", variant, VARIANTS) | overrides
-        if fields.get("routing") == "vae":
-            fields["prior"] = overrides.get("prior", "none")
-        return cls(**fields)
+        return cls(**(_known("preset", name, PRESETS) | _known("variant", variant, VARIANTS) | overrides))
 
     @property
     def num_patches(self) -> int:
@@ -272,7 +271,7 @@ def _known(what: str, name: str, table: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 # What routes best on each kind of stream; `--routing vae` is the published rule.
-_ROUTED = dict(routing="fused", prior="shared", calibration=True)
+_ROUTED = dict(routing="fused", prior=None, calibration=True)
 _MNIST = _ROUTED | dict(image_size=28, channels=1, patch_size=7, memory_size=2000, shared_filters=300)
 # Decoders of convolutional VAEs never saw a mean code, so routing averages over samples (SPEC.md, inference [D]).
 _COLOUR = _ROUTED | dict(

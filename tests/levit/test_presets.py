@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import levit
+from levit.arguments import parse_train
 from levit.config import PRESETS, VARIANTS, LEViTConfig
 
 TABLE = {
@@ -84,3 +85,11 @@ def test_fused_and_reference_model_agree(name):
     with torch.no_grad():
         torch.testing.assert_close(fused(images), reference(images), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(fused.elbo_loss(images), reference.elbo_loss(images), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_prior_where_routing_keeps_a_shared_space(name):
+    usual, published = parse_train(name, []).config, parse_train(name, ["--routing", "vae"]).config
+    assert usual == LEViTConfig.preset(name) and usual.prior == ("none" if name == "permuted-mnist" else "shared")
+    assert published == LEViTConfig.preset(name, routing="vae") and published.prior == "none"
+    assert parse_train(name, ["--routing", "fused", "--prior", "none"]).config.prior == "none"
