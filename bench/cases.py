@@ -17,6 +17,7 @@ INFERENCE: dict[str, Builder] = {
 OPS: dict[str, Builder] = op_cases.OPS | task_cases.OPS
 FOR_BARS: dict[str, Builder] = {
     "step K=8": partial(model_cases.step, 8),
+    "conv_vae B=64": partial(model_cases.conv_vae, 64),
     "growth K=2,64": partial(model_cases.growth, 2, 64),
     "inference K=32 B=256 last": partial(model_cases.inference, 32, 256, to_last=True),
     **task_cases.FOR_BARS,

@@ -16,6 +16,8 @@ from torch import Tensor
 import levit
 from bench import work
 from bench.harness import Case
+from levit.conv_vae import conv_vae_loss
+from levit.expert import Expert
 
 UPDATES = 3
 STREAM_BATCH = 10
@@ -123,6 +125,26 @@ def growth_floor(few: int, many: int) -> work.Work:
     """What the additional experts of `growth` cost at least: stored rows to read, new images to compute."""
     less, more = (work.step(config(k), k, UPDATES, STREAM_BATCH) for k in (few, many))
     return more - less
+
+
+def conv_vae(batch: int) -> Case:
+    """One training loss of the CIFAR preset's VAE with all its gradients: the plain module and the kernels."""
+    cfg = levit.LEViTConfig.preset("split-cifar10")
+    generator = torch.Generator().manual_seed(4)
+    vae = Expert.create(cfg, 0).vae
+    images, noise = _images(cfg, batch, generator), torch.randn(batch, cfg.latent_dim, generator=generator)
+
+    def trained(loss: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        mean = loss(vae, images, noise).mean()
+        return mean.detach(), *torch.autograd.grad(mean, list(vae.parameters()))
+
+    return Case(
+        name="conv_vae",
+        size=f"B={batch}",
+        variants={"reference": partial(trained, type(vae).loss), "fused": partial(trained, conv_vae_loss)},
+        baseline="reference",
+        check=partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3),
+    )
 
 
 def inference(experts: int, batch: int, to_last: bool = False) -> Case:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ._check import Shapes
+from ._register import cast_floats
 from .backends.registry import run
 
 
@@ -22,7 +23,10 @@ def strided_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
 
     Raises:
         ValueError: a shape or device; TypeError: a dtype (all tensors share one).
+
+    Under autocast all arguments are cast.
     """
+    x, weight, bias = _cast(x, weight, bias)
     shapes = Shapes("strided_conv")
     shapes.match("x", x, "B H W F")
     shapes.match("weight", weight, "C F k k")
@@ -46,7 +50,10 @@ def transposed_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
 
     Raises:
         ValueError: a shape or device; TypeError: a dtype (all tensors share one).
+
+    Under autocast all arguments are cast.
     """
+    x, weight, bias = _cast(x, weight, bias)
     shapes = Shapes("transposed_conv")
     shapes.match("x", x, "B H W C")
     shapes.match("weight", weight, "C F k k")
@@ -64,3 +71,8 @@ def strided_conv_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 def transposed_conv_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """The same in plain torch."""
     return F.conv_transpose2d(x.permute(0, 3, 1, 2), weight, bias, stride=2, padding=1).permute(0, 2, 3, 1)
+
+
+def _cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    device = tensors[0].device.type
+    return cast_floats(torch.get_autocast_dtype(device), tensors) if torch.is_autocast_enabled(device) else tensors

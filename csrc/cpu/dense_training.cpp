@@ -21,13 +21,7 @@ struct RowProduct {
   static LEVIT_INLINE void panel(const Product<T>& of, int64_t rows, int64_t columns, T* out, int64_t stride) {
     Rows<T, kWidth, kChannels>::template each<kVectors>(
         rows, of,
-        []<int C>(int64_t, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-          for (int n = 0; n < C; ++n) {
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; ++v) sums[n][v] = V{};
-          }
-        },
+        FromZero{},
         [&]<int C>(int64_t row, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
           for (int n = 0; n < C; ++n) {

@@ -107,13 +107,7 @@ struct StridedConv {
                                      int64_t outputs, const int64_t* places, T* target, int64_t by_place) {
     Rows<T, kWidth, kChannels>::template each<kVectors>(
         count, Product<T>{rows, stride, 1, panel, kVectors * kWidth, inputs},
-        []<int C>(int64_t, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-          for (int n = 0; n < C; ++n) {
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; ++v) sums[n][v] = V{};
-          }
-        },
+        FromZero{},
         [&]<int C>(int64_t row, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
           for (int n = 0; n < C; ++n) {

@@ -55,13 +55,7 @@ struct Kernel {
     for (int v = 0; v < kVectors; ++v) most[v] = load<kWidth>(own_scores + v * kWidth);
     Blocks::template each<kVectors>(
         patches, scores,
-        [&]<int C>(int64_t, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-          for (int n = 0; n < C; ++n) {
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; ++v) sums[n][v] = V{};
-          }
-        },
+        FromZero{},
         [&]<int C>(int64_t patch, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
           for (int n = 0; n < C; ++n) {

@@ -39,7 +39,7 @@ class _Convolution(torch.autograd.Function):
         return _convolve(to_fine)(x, weight, bias.contiguous(), *size)
 
     @staticmethod
-    @once_differentiable("a strided convolution")
+    @once_differentiable("strided_conv")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         x, weight = ctx.saved_tensors
         grad, grads = grad.contiguous(), [None, None, None, None]

@@ -27,6 +27,18 @@ def test_loss_and_gradients_equal_the_modules(codes):
         assert one.shape == other.shape and (one - other).norm() <= 1e-11 * (other.norm() + 1e-6)
 
 
+def test_under_autocast_it_is_the_modules_too():
+    cfg = small_config(vae="conv", latent_dim=7, route_samples=2, routing="vae")
+    images, losses = random_images(cfg, 4).float(), []
+    for kind in (reference.LEViT, levit.LEViT):
+        model = kind(cfg)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model.elbo_loss(images).float())
+            loss = model.training_loss(images, torch.zeros(4, dtype=torch.int64))
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.01, atol=0)
+
+
 def test_the_fused_model_asks_it_and_the_reference_does_not(monkeypatch):
     cfg = small_config(vae="conv", latent_dim=7, route_samples=2, routing="vae")
     asked = []

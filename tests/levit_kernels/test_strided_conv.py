@@ -66,8 +66,11 @@ def test_results_and_gradients_are_those_of_float64(name, backend, to_fine, dtyp
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_empty_batch_and_turned_arguments(backend, to_fine):
     with use_backend(backend):
-        empty = convolve(arguments("odd", to_fine, torch.float32, batch=0), to_fine)
-        assert empty.shape == exact(arguments("odd", to_fine, torch.float32, batch=0), to_fine)[0].shape
+        args = arguments("odd", to_fine, torch.float32, batch=0)
+        empty = convolve(args, to_fine)
+        assert empty.shape == exact(args, to_fine)[0].shape
+        for one, arg in zip(torch.autograd.grad(empty.sum(), args), args, strict=True):
+            assert one.shape == arg.shape and not one.any()
         x, weight, bias = (each.detach() for each in arguments("down", to_fine, torch.float64))
         turned = [
             x.movedim(3, 1).contiguous().movedim(1, 3),
@@ -96,8 +99,19 @@ def test_only_what_is_asked_for_has_a_gradient(to_fine):
         assert not convolve([x, weight, bias], to_fine).requires_grad
     (by_x,) = torch.autograd.grad(convolve([x, weight, bias], to_fine).sum(), x, create_graph=True)
     if cpu.unavailable() is None:
-        with pytest.raises(RuntimeError, match="a strided convolution is differentiable once"):
+        with pytest.raises(RuntimeError, match="levit_kernels.strided_conv is differentiable once"):
             by_x.sum().backward()
+
+
+@pytest.mark.parametrize("to_fine", [False, True])
+def test_under_autocast_everything_is_cast(to_fine):
+    args = arguments("up", to_fine, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = convolve(args, to_fine)
+        gradients = torch.autograd.grad(out.float().square().sum(), args)
+    assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in gradients)
+    expected = exact([x.bfloat16() for x in args], to_fine)[0]
+    assert (out.double() - expected).norm() <= 0.01 * expected.norm()
 
 
 @pytest.mark.skipif(cpu.unavailable() is not None, reason="native kernels")
