@@ -1,5 +1,8 @@
-"""Gradients of expert_attention: one launch recomputes attention and writes what its inputs' gradients are made of, the
-products that remain are those of a linear layer. Of gates alone nothing else is computed.
+"""Gradients of expert_attention: one launch recomputes the tokens, one the attention, and writes what its inputs'
+gradients are made of; the products that remain are those of a linear layer. Of gates alone nothing else is computed.
+
+The tokens go through memory, unlike in the forward kernel: beside queries, keys and two square matrices there are no
+registers for them (float32 spilled on sm_100), and so they are embedded once, not once per head.
 """
 
 from __future__ import annotations
@@ -11,19 +14,37 @@ import triton
 import triton.language as tl
 
 from .. import gates as gating
-from .attention_tile import attend, embed, project
-from .expert_attention import strides_of, tile_for
+from .attention_tile import attend
+from .expert_attention import tile_for
 from .launch import ceil_div, dot_precision, launch, near
 from .layer_backward import layer_backward
-from .matmul import LEAKY_BACKWARD, matmul
+from .matmul import LEAKY, LEAKY_BACKWARD, matmul, product
 
 SCRATCH_BYTES = 256 << 20  # of tokens and of the gradients of queries, keys and values at a time
 
 
 @triton.jit
-def _store_piece(out, piece, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    columns = FIRST + tl.arange(0, piece.shape[1])
-    tl.store(out + columns[None, :], piece, mask=inside[:, None] & (columns < WIDTH)[None, :])
+def _project(
+    tokens,
+    row,
+    most,
+    w,
+    b,
+    SV_Q: tl.constexpr,
+    SV_D: tl.constexpr,
+    SC_D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Queries, keys or values of one head [rows, BLOCK_D] in float32, zero in the padding."""
+    columns = tl.arange(0, BLOCK_D)
+    out = tl.zeros((row.shape[0], BLOCK_D), tl.float32)
+    out = product(out, tokens, w, row, columns, most, DEPTH, WIDTH, WIDTH, 1, SV_Q, SV_D, BLOCK_Q, PRECISION)
+    out += tl.load(b + columns * SC_D, mask=columns < DEPTH, other=0).to(tl.float32)[None, :]
+    return tl.where((columns < DEPTH)[None, :], out, 0)
 
 
 @triton.jit
@@ -37,34 +58,21 @@ def _load_part(rows, inside, first, most, stride, SIZE: tl.constexpr):
 @triton.jit
 def _backward(
     grad,
-    patches,
-    w_embed,
-    b_embed,
+    tokens,
     w_qkv,
     b_qkv,
     gates,
-    tokens,
     by_qkv,
     by_gates,
     batch,
-    pixels,
     stride_dk,
     stride_db,
     stride_dn,
     stride_de,
-    stride_xb,
-    stride_xn,
-    stride_xp,
     stride_gb,
     stride_gk,
     stride_gh,
-    negative_slope,
     scale,
-    SW_K: tl.constexpr,
-    SW_P: tl.constexpr,
-    SW_Q: tl.constexpr,
-    SB_K: tl.constexpr,
-    SB_Q: tl.constexpr,
     SV_K: tl.constexpr,
     SV_Q: tl.constexpr,
     SV_S: tl.constexpr,
@@ -83,17 +91,14 @@ def _backward(
     ROWS: tl.constexpr,
     IMAGES: tl.constexpr,
     TOKENS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    Q0: tl.constexpr,
-    Q1: tl.constexpr,
-    Q2: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program: a tile of images, one head, one expert; the head's columns come BLOCK_D at a time.
 
-    tokens [K,B,N,WIDTH], by_qkv [K,B,N,3,HEADS,DEPTH], by_gates [K,HEADS,B,N], the last still to be summed over tokens.
+    tokens [K,B*N,WIDTH], by_qkv [K,B*N,3,HEADS,DEPTH], by_gates [K,HEADS,B,N], the last still to be summed over tokens.
     """
     row = tl.arange(0, ROWS)
     local = row // TOKENS  # rows that are left over make an image of their own
@@ -105,30 +110,19 @@ def _backward(
     dtype = w_qkv.dtype.element_ty
     here = (expert * batch + image) * TOKENS + token
 
-    rows = patches + image * stride_xb + token.to(tl.int64) * stride_xn
-    w, b = w_embed + expert * SW_K, b_embed + expert * SB_K
-    t0, t1, t2 = embed(
-        rows, inside, w, b, pixels, stride_xp, negative_slope, SW_P, SW_Q, SB_Q, WIDTH, Q0, Q1, Q2, BLOCK_P, PRECISION
-    )
-    t0, t1, t2 = t0.to(dtype), t1.to(dtype), t2.to(dtype)
-    if BY_INPUTS:
-        if h == 0:
-            kept = tokens + (here * WIDTH)[:, None]
-            _store_piece(kept, t0, inside, 0, WIDTH)
-            if Q1 > 0:
-                _store_piece(kept, t1, inside, Q0, WIDTH)
-            if Q2 > 0:
-                _store_piece(kept, t2, inside, Q0 + Q1, WIDTH)
+    start = tl.program_id(0).to(tl.int64) * (IMAGES * TOKENS)
+    most = tl.minimum(IMAGES * TOKENS, batch * TOKENS - start)
+    own = tokens + (expert * batch * TOKENS + start) * WIDTH
     upstream = grad + expert * stride_dk + image * stride_db + token.to(tl.int64) * stride_dn
     upstream += (h * DEPTH).to(tl.int64) * stride_de
     w = w_qkv + expert * SV_K + h * SV_H
     b = b_qkv + expert * SC_K + h * SC_H
     by_weights = tl.zeros((ROWS, ROWS), tl.float32)
     for i in tl.static_range(CHUNKS):
-        value = project(
-            t0,
-            t1,
-            t2,
+        value = _project(
+            own,
+            row,
+            most,
             w + 2 * SV_S + i * BLOCK_D * SV_D,
             b + 2 * SC_S + i * BLOCK_D * SC_D,
             SV_Q,
@@ -136,9 +130,7 @@ def _backward(
             SC_D,
             WIDTH,
             DEPTH - i * BLOCK_D,
-            Q0,
-            Q1,
-            Q2,
+            BLOCK_Q,
             BLOCK_D,
             PRECISION,
         ).to(dtype)
@@ -148,10 +140,10 @@ def _backward(
     scores = tl.zeros((ROWS, ROWS), tl.float32)
     for i in tl.static_range(CHUNKS):
         at_w, at_b = w + i * BLOCK_D * SV_D, b + i * BLOCK_D * SC_D
-        query = project(
-            t0,
-            t1,
-            t2,
+        query = _project(
+            own,
+            row,
+            most,
             at_w,
             at_b,
             SV_Q,
@@ -159,16 +151,14 @@ def _backward(
             SC_D,
             WIDTH,
             DEPTH - i * BLOCK_D,
-            Q0,
-            Q1,
-            Q2,
+            BLOCK_Q,
             BLOCK_D,
             PRECISION,
         ).to(dtype)
-        key = project(
-            t0,
-            t1,
-            t2,
+        key = _project(
+            own,
+            row,
+            most,
             at_w + SV_S,
             at_b + SC_S,
             SV_Q,
@@ -176,9 +166,7 @@ def _backward(
             SC_D,
             WIDTH,
             DEPTH - i * BLOCK_D,
-            Q0,
-            Q1,
-            Q2,
+            BLOCK_Q,
             BLOCK_D,
             PRECISION,
         ).to(dtype)
@@ -228,15 +216,17 @@ def expert_attention_backward(
     batch, length, _ = patches.shape
     experts, width, _, heads, depth = w_qkv.shape
     w_embed, b_embed, w_qkv, b_qkv = (near(x) for x in (w_embed, b_embed, w_qkv, b_qkv))
-    numbers = batch * length * (width + 3 * heads * depth)
-    step = max(1, SCRATCH_BYTES // (numbers * patches.element_size())) if any(needs[:5]) else experts
+    numbers = batch * length * (width + (3 * heads * depth if any(needs[:5]) else 0))
+    step = max(1, SCRATCH_BYTES // (numbers * patches.element_size()))
     per_image = None if gates is None else gating.expand(gates)
     by_patches, by_weights, by_gates = None, [], []
     for k in range(0, experts, step):
         weights = [x[k : k + step] for x in (w_embed, b_embed, w_qkv, b_qkv)]
         part = grad if gates is not None else grad[k : k + step]
         chunk_gates = None if gates is None else per_image[:, k : k + step]
-        tokens, by_qkv, by_gate = _attention(part, patches, weights, chunk_gates, negative_slope, needs)
+        rows = patches.reshape(1, batch * length, -1)
+        tokens = matmul(rows, weights[0], weights[1], LEAKY, negative_slope=negative_slope)
+        by_qkv, by_gate = _attention(part, patches, tokens, *weights[2:], chunk_gates, needs)
         by_gates.append(by_gate)
         if any(needs[:5]):
             part, grads = _layers(patches, weights, tokens, by_qkv, negative_slope, needs)
@@ -253,43 +243,47 @@ def expert_attention_backward(
 def _attention(
     grad: torch.Tensor,
     patches: torch.Tensor,
-    weights: list[torch.Tensor],
+    tokens: torch.Tensor,
+    w_qkv: torch.Tensor,
+    b_qkv: torch.Tensor,
     per_image: torch.Tensor | None,
-    negative_slope: float,
     needs: list[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """-> tokens `[K,B*N,Q]`, gradients of q, k, v `[K,B*N,3*H*d]` and of the gates `[K,H,B,N]`, those asked for."""
-    batch, length, pixels = patches.shape
-    experts, width, _, heads, depth = weights[2].shape
-    tile = vars(tile_for(patches, weights[2])) | {"GROUP": None, "BLOCK_I": None}
-    if patches.dtype == torch.float32:  # whole heads, cut in two for the matrix units, would want too many registers
-        tile["BLOCK_D"] = min(tile["BLOCK_D"], 64)
-    tokens = by_qkv = by_gates = None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """-> gradients of q, k, v `[K,B*N,3*H*d]` and of the gates `[K,H,B,N]`, those asked for."""
+    batch, length, _ = patches.shape
+    experts, width, _, heads, depth = w_qkv.shape
+    tile = tile_for(patches, w_qkv)
+    block_d = min(tile.BLOCK_D, 64) if patches.dtype == torch.float32 else tile.BLOCK_D  # registers, see above
+    by_qkv = by_gates = None
     if any(needs[:5]):
-        tokens = patches.new_empty(experts, batch * length, width)
-        by_qkv = patches.new_empty(experts, batch * length, 3 * heads * depth)
+        by_qkv = tokens.new_empty(experts, batch * length, 3 * heads * depth)
     if needs[5]:
-        by_gates = patches.new_empty(experts, heads, batch, length, dtype=torch.float32)
+        by_gates = tokens.new_empty(experts, heads, batch, length, dtype=torch.float32)
     launch(
         _backward,
-        (ceil_div(batch, tile["IMAGES"]), heads, experts),
-        *(grad, patches, *weights, per_image, tokens, by_qkv, by_gates, batch, pixels),
+        (ceil_div(batch, tile.IMAGES), heads, experts),
+        *(grad, tokens, w_qkv, b_qkv, per_image, by_qkv, by_gates, batch),
         *(grad.stride() if per_image is None else (0, *grad.stride())),
-        *patches.stride(),
         *((0, 0, 0) if per_image is None else gating.broadcast_strides(per_image)),
-        *(negative_slope, 1 / math.sqrt(depth)),
-        **strides_of(*weights),
+        1 / math.sqrt(depth),
+        **dict(zip(("SV_K", "SV_Q", "SV_S", "SV_H", "SV_D"), w_qkv.stride(), strict=True)),
+        **dict(zip(("SC_K", "SC_S", "SC_H", "SC_D"), b_qkv.stride(), strict=True)),
         GATED=per_image is not None,
-        BY_INPUTS=tokens is not None,
+        BY_INPUTS=by_qkv is not None,
         BY_GATES=by_gates is not None,
         HEADS=heads,
         WIDTH=width,
         DEPTH=depth,
-        CHUNKS=ceil_div(depth, tile["BLOCK_D"]),
+        ROWS=tile.ROWS,
+        IMAGES=tile.IMAGES,
+        TOKENS=length,
+        BLOCK_Q=16,  # 100 columns are padded to 112, not 128
+        BLOCK_D=block_d,
+        CHUNKS=ceil_div(depth, block_d),
         PRECISION=dot_precision(patches.dtype),
-        **{name: value for name, value in tile.items() if value is not None},
+        threads=tile.threads,
     )
-    return tokens, by_qkv, by_gates
+    return by_qkv, by_gates
 
 
 def _layers(

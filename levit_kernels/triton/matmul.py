@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .launch import ceil_div, dot_precision, launch, near, power_of_two
 
-NONE, TANH, RELU, TANH_BACKWARD, RELU_BACKWARD, LEAKY_BACKWARD = (tl.constexpr(i) for i in range(6))
+NONE, TANH, RELU, LEAKY, TANH_BACKWARD, RELU_BACKWARD, LEAKY_BACKWARD = (tl.constexpr(i) for i in range(7))
 
 
 @triton.jit
@@ -117,6 +117,8 @@ def _matmul(
         total = tanh(total)
     if THEN == RELU:
         total = tl.where(total < 0, 0, total)  # keeps NaN
+    if THEN == LEAKY:
+        total = tl.where(total > 0, total, total * negative_slope)
     if THEN >= TANH_BACKWARD:
         y = tl.load(saved + dense, mask=inside, other=0).to(tl.float32)
         if THEN == TANH_BACKWARD:
