@@ -18,6 +18,7 @@ from .. import gates as gating
 from . import tuning
 from .attention_tile import attend, embed, project
 from .launch import ceil_div, dot_precision, launch, near, power_of_two
+from .matmul import too_many
 
 
 @triton.jit
@@ -188,10 +189,14 @@ class Tile:
 
 def too_large(op: str, args: tuple) -> str | None:
     """Why no tile holds a call, or None."""
-    patches, w_qkv = args[op.endswith("_backward") :][:4:3]
-    _, width, _, _, depth = w_qkv.shape
-    sizes = (("N", patches.shape[1], MOST_TOKENS), ("Q", width, MOST_WIDTH), ("d", depth, MOST_DEPTH))
-    return next((f"takes at most {name} = {most}, got {size}" for name, size, most in sizes if size > most), None)
+    backward = op.endswith("_backward")
+    patches, w_qkv = args[backward:][:4:3]
+    batch, length, pixels = patches.shape
+    _, width, _, heads, depth = w_qkv.shape
+    for name, size, most in (("N", length, MOST_TOKENS), ("Q", width, MOST_WIDTH), ("d", depth, MOST_DEPTH)):
+        if size > most:
+            return f"takes at most {name} = {most}, got {size}"
+    return too_many(batch * length, max(pixels, width, 3 * heads * depth), "a layer") if backward else None
 
 
 def tile_for(patches: torch.Tensor, w_qkv: torch.Tensor) -> Tile:

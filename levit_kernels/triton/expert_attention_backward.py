@@ -48,14 +48,6 @@ def _project(
 
 
 @triton.jit
-def _load_part(rows, inside, first, most, stride, SIZE: tl.constexpr):
-    """Columns first : first + SIZE of the rows, zero outside."""
-    columns = first + tl.arange(0, SIZE)
-    where = rows[:, None] + columns.to(tl.int64)[None, :] * stride
-    return tl.load(where, mask=inside[:, None] & (columns < most)[None, :], other=0)
-
-
-@triton.jit
 def _backward(
     grad,
     tokens,
@@ -93,10 +85,9 @@ def _backward(
     TOKENS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: a tile of images, one head, one expert; the head's columns come BLOCK_D at a time.
+    """One program: a tile of images, one head, one expert.
 
     tokens [K,B*N,WIDTH], by_qkv [K,B*N,3,HEADS,DEPTH], by_gates [K,HEADS,B,N], the last still to be summed over tokens.
     """
@@ -113,91 +104,43 @@ def _backward(
     start = tl.program_id(0).to(tl.int64) * (IMAGES * TOKENS)
     most = tl.minimum(IMAGES * TOKENS, batch * TOKENS - start)
     own = tokens + (expert * batch * TOKENS + start) * WIDTH
-    upstream = grad + expert * stride_dk + image * stride_db + token.to(tl.int64) * stride_dn
-    upstream += (h * DEPTH).to(tl.int64) * stride_de
     w = w_qkv + expert * SV_K + h * SV_H
     b = b_qkv + expert * SC_K + h * SC_H
-    by_weights = tl.zeros((ROWS, ROWS), tl.float32)
-    for i in tl.static_range(CHUNKS):
-        value = _project(
-            own,
-            row,
-            most,
-            w + 2 * SV_S + i * BLOCK_D * SV_D,
-            b + 2 * SC_S + i * BLOCK_D * SC_D,
-            SV_Q,
-            SV_D,
-            SC_D,
-            WIDTH,
-            DEPTH - i * BLOCK_D,
-            BLOCK_Q,
-            BLOCK_D,
-            PRECISION,
-        ).to(dtype)
-        part = _load_part(upstream, inside, i * BLOCK_D, DEPTH, stride_de, BLOCK_D).to(dtype)
-        by_weights = tl.dot(part, tl.trans(value), by_weights, input_precision=PRECISION)
-    queries, keys = (), ()
-    scores = tl.zeros((ROWS, ROWS), tl.float32)
-    for i in tl.static_range(CHUNKS):
-        at_w, at_b = w + i * BLOCK_D * SV_D, b + i * BLOCK_D * SC_D
-        query = _project(
-            own,
-            row,
-            most,
-            at_w,
-            at_b,
-            SV_Q,
-            SV_D,
-            SC_D,
-            WIDTH,
-            DEPTH - i * BLOCK_D,
-            BLOCK_Q,
-            BLOCK_D,
-            PRECISION,
-        ).to(dtype)
-        key = _project(
-            own,
-            row,
-            most,
-            at_w + SV_S,
-            at_b + SC_S,
-            SV_Q,
-            SV_D,
-            SC_D,
-            WIDTH,
-            DEPTH - i * BLOCK_D,
-            BLOCK_Q,
-            BLOCK_D,
-            PRECISION,
-        ).to(dtype)
-        scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
-        queries, keys = queries + (query,), keys + (key,)
+    value = _project(
+        own, row, most, w + 2 * SV_S, b + 2 * SC_S, SV_Q, SV_D, SC_D, WIDTH, DEPTH, BLOCK_Q, BLOCK_D, PRECISION
+    ).to(dtype)
+    columns = tl.arange(0, BLOCK_D)
+    stored = inside[:, None] & (columns < DEPTH)[None, :]
+    where = grad + expert * stride_dk + image * stride_db + token.to(tl.int64) * stride_dn
+    where = where[:, None] + (h * DEPTH + columns).to(tl.int64)[None, :] * stride_de
+    by_weights = tl.dot(tl.load(where, mask=stored, other=0).to(dtype), tl.trans(value), input_precision=PRECISION)
+    query = _project(own, row, most, w, b, SV_Q, SV_D, SC_D, WIDTH, DEPTH, BLOCK_Q, BLOCK_D, PRECISION).to(dtype)
+    key = _project(own, row, most, w + SV_S, b + SC_S, SV_Q, SV_D, SC_D, WIDTH, DEPTH, BLOCK_Q, BLOCK_D, PRECISION).to(
+        dtype
+    )
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     weights = attend(scores * scale, local)
     if BY_GATES:  # <output, upstream> of a row, the output being weights @ value
-        where = by_gates + ((expert * HEADS + h) * batch + image) * TOKENS + token
-        tl.store(where, tl.sum(weights * by_weights, 1), mask=inside)
+        sums = by_gates + ((expert * HEADS + h) * batch + image) * TOKENS + token
+        tl.store(sums, tl.sum(weights * by_weights, 1), mask=inside)
     if BY_INPUTS:
         gated = weights
         if GATED:
-            where = gates + image * stride_gb + expert * stride_gk + h * stride_gh
-            gate = tl.load(where, mask=inside, other=0).to(tl.float32)[:, None]
+            own_gate = gates + image * stride_gb + expert * stride_gk + h * stride_gh
+            gate = tl.load(own_gate, mask=inside, other=0).to(tl.float32)[:, None]
             gated = weights * gate
             by_weights *= gate
         # weights are zero across images, and so is what follows
         by_scores = weights * (by_weights - tl.sum(weights * by_weights, 1)[:, None]) * scale
         by_scores = by_scores.to(dtype)
         gated = gated.to(dtype)
-        out = by_qkv + (here * (3 * HEADS * DEPTH))[:, None] + h * DEPTH
-        for i in tl.static_range(CHUNKS):
-            columns = i * BLOCK_D + tl.arange(0, BLOCK_D)
-            stored = inside[:, None] & (columns < DEPTH)[None, :]
-            where = out + columns[None, :]
-            tl.store(where, tl.dot(by_scores, keys[i], input_precision=PRECISION).to(dtype), mask=stored)
-            by_key = tl.dot(tl.trans(by_scores), queries[i], input_precision=PRECISION)
-            tl.store(where + HEADS * DEPTH, by_key.to(dtype), mask=stored)
-            part = _load_part(upstream, inside, i * BLOCK_D, DEPTH, stride_de, BLOCK_D).to(dtype)
-            by_value = tl.dot(tl.trans(gated), part, input_precision=PRECISION)
-            tl.store(where + 2 * HEADS * DEPTH, by_value.to(dtype), mask=stored)
+        out = by_qkv + (here * (3 * HEADS * DEPTH))[:, None] + h * DEPTH + columns[None, :]
+        tl.store(out, tl.dot(by_scores, key, input_precision=PRECISION).to(dtype), mask=stored)
+        by_key = tl.dot(tl.trans(by_scores), query, input_precision=PRECISION)
+        tl.store(out + HEADS * DEPTH, by_key.to(dtype), mask=stored)
+        upstream = tl.load(where, mask=stored, other=0).to(dtype)  # again: kept, it would fill registers
+        by_value = tl.dot(tl.trans(gated), upstream, input_precision=PRECISION)
+        tl.store(out + 2 * HEADS * DEPTH, by_value.to(dtype), mask=stored)
 
 
 def expert_attention_backward(
@@ -216,15 +159,15 @@ def expert_attention_backward(
     batch, length, _ = patches.shape
     experts, width, _, heads, depth = w_qkv.shape
     w_embed, b_embed, w_qkv, b_qkv = (near(x) for x in (w_embed, b_embed, w_qkv, b_qkv))
-    numbers = batch * length * (width + (3 * heads * depth if any(needs[:5]) else 0))
+    numbers = batch * length * (width + 3 * heads * depth * any(needs[:5]))
     step = max(1, SCRATCH_BYTES // (numbers * patches.element_size()))
     per_image = None if gates is None else gating.expand(gates)
+    rows = patches.reshape(1, batch * length, -1)
     by_patches, by_weights, by_gates = None, [], []
     for k in range(0, experts, step):
         weights = [x[k : k + step] for x in (w_embed, b_embed, w_qkv, b_qkv)]
         part = grad if gates is not None else grad[k : k + step]
         chunk_gates = None if gates is None else per_image[:, k : k + step]
-        rows = patches.reshape(1, batch * length, -1)
         tokens = matmul(rows, weights[0], weights[1], LEAKY, negative_slope=negative_slope)
         by_qkv, by_gate = _attention(part, patches, tokens, *weights[2:], chunk_gates, needs)
         by_gates.append(by_gate)
@@ -253,7 +196,6 @@ def _attention(
     batch, length, _ = patches.shape
     experts, width, _, heads, depth = w_qkv.shape
     tile = tile_for(patches, w_qkv)
-    block_d = min(tile.BLOCK_D, 64) if patches.dtype == torch.float32 else tile.BLOCK_D  # registers, see above
     by_qkv = by_gates = None
     if any(needs[:5]):
         by_qkv = tokens.new_empty(experts, batch * length, 3 * heads * depth)
@@ -278,8 +220,7 @@ def _attention(
         IMAGES=tile.IMAGES,
         TOKENS=length,
         BLOCK_Q=16,  # 100 columns are padded to 112, not 128
-        BLOCK_D=block_d,
-        CHUNKS=ceil_div(depth, block_d),
+        BLOCK_D=tile.BLOCK_D,
         PRECISION=dot_precision(patches.dtype),
         threads=tile.threads,
     )

@@ -122,3 +122,30 @@ assert "triton" not in sys.modules
 """
     done = run("-W", "error", "-c", code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "sizes, limit",
+    [
+        ({"N": 65}, "N = 64, got 65"),
+        ({"Q": 257}, "Q = 256, got 257"),
+        ({"d": 129}, "d = 128, got 129"),
+        ({"B": 2**24, "P": 2**5}, None),  # 2**31 numbers and more, gone through with 64-bit offsets
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("op", ["expert_attention", "expert_attention_backward"])
+def test_attention_beyond_a_tile_is_refused_with_the_limit(op, sizes, limit):
+    from levit_kernels.triton.expert_attention import too_large
+
+    size = {"B": 2, "N": 4, "P": 5, "Q": 7, "d": 3, **sizes}
+    patches = torch.empty(size["B"], size["N"], size["P"], device="meta")
+    w_embed, b_embed = torch.empty(1, size["P"], size["Q"], device="meta"), torch.empty(1, size["Q"], device="meta")
+    w_qkv, b_qkv = (torch.empty(1, *n, 3, 1, size["d"], device="meta") for n in ((size["Q"],), ()))
+    args = (patches, w_embed, b_embed, w_qkv, b_qkv, None, 0.2)
+    if op.endswith("_backward"):
+        args = (patches, *args)
+        if "B" in sizes:  # but not by the layers of the gradients
+            limit = f"{2**31 - 1} numbers in a layer, got {2**26} x 32"
+    refused = too_large(op, args)
+    assert refused == (limit and f"takes at most {limit}")
