@@ -7,68 +7,25 @@ is on disk after every step. Nothing is timed that has not passed its check.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import levit
-from bench import gpu_cases, model_cases, report
+from bench import gpu_cases, gpu_models, gpu_sizes, report
 from bench.gpu_cases import BACKENDS, UNPROVEN, GpuCase
-from levit.runs import write_atomically
+from bench.gpu_report import Report
 from levit_kernels import info
 from levit_kernels.backends import registry
 
 RESULTS = report.ROOT / "bench" / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL = {"experts": 3, "batch": 8}
-
-
-@dataclass
-class Report:
-    """What is known so far; `save` writes it three ways."""
-
-    device: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    right: set[tuple[str, str, str]] = field(default_factory=set)  # (op, dtype, backend) that passed their check
-
-    def add(self, step: str, **row: Any) -> None:
-        self.rows.append({"step": step, **row})
-        print("  ", *(f"{key}={value}" for key, value in row.items()), flush=True)
-
-    def shares(self, dtype: str, tflops: float, gbs: float) -> dict[str, float]:
-        """Of the ceilings that this run measured, in per cent."""
-        ceilings = {row["what"]: row for row in self.rows if row["step"] == "ceiling"}
-        shares = {}
-        if f"matmul {dtype}" in ceilings:
-            shares["%_of_matmul"] = round(100 * tflops / ceilings[f"matmul {dtype}"]["tflops"], 1)
-        if "copy" in ceilings:
-            shares["%_of_copy"] = round(100 * gbs / ceilings["copy"]["gbs"], 1)
-        return shares
-
-    def save(self, folder: Path) -> list[Path]:
-        """gpu.json, gpu.csv and gpu.md in `folder`; an interrupted run leaves earlier files whole."""
-        head = report.stamp() | {"device": self.device}
-        columns = list(dict.fromkeys(key for row in self.rows for key in row))
-        lines = [",".join(columns)] + [
-            ",".join(str(row.get(c, "")).replace(",", ";") for c in columns) for row in self.rows
-        ]
-        texts = {
-            "gpu.json": json.dumps(head | {"notes": self.notes, "rows": self.rows}, indent=1) + "\n",
-            "gpu.csv": "\n".join(lines) + "\n",
-            "gpu.md": _markdown(head, self.notes, self.rows),
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            write_atomically(folder / name, lambda file, text=text: file.write(text.encode()))
-        return [folder / name for name in texts]
 
 
 @dataclass(frozen=True)
@@ -124,15 +81,16 @@ def steps() -> list[Step]:
     """The whole plan, most important first."""
     plan = [Step("environment, and who takes each op and why", 1, _environment)]
     for dtype in DTYPES:
-        for case in gpu_cases.cases(**SMALL)[:-1]:
-            plan.append(Step(f"check {case.op} {dtype}: {', '.join(BACKENDS)} with gradients", 10, _check(case, dtype)))
-    plan.append(Step("whole model: fused against reference on the device", 20, _parity))
+        for case in gpu_sizes.cases(**SMALL)[:-1]:
+            plan.append(Step(f"check {case.op} {dtype}: {', '.join(BACKENDS)} with gradients", 7, _check(case, dtype)))
+    plan.append(Step("whole model: fused against reference on the device", 12, gpu_models.parity))
     plan.append(Step("ceilings: copy bandwidth and matrix products", 5, _ceilings))
     for dtype in reversed(DTYPES):
-        for case in gpu_cases.cases():
-            plan.append(Step(f"time {case.op} {case.size} {dtype}: plain and as a CUDA graph", 14, _time(case, dtype)))
+        for case in gpu_sizes.cases():
+            plan.append(Step(f"time {case.op} {case.size} {dtype}: plain and as a CUDA graph", 11, _time(case, dtype)))
+    plan.append(Step(f"time one Algorithm 1 step, K={gpu_models.EXPERTS}, reference and fused", 20, gpu_models.step))
     for name in UNPROVEN:
-        small, large = (_with_kernel(name, cases) for cases in (gpu_cases.cases(**SMALL)[:-1], gpu_cases.cases()))
+        small, large = (_with_kernel(name, cases) for cases in (gpu_sizes.cases(**SMALL)[:-1], gpu_sizes.cases()))
         for dtype in DTYPES:
             for case in small:
                 plan.append(Step(f"check {case.op} {dtype}: {name} with gradients", 3, _check(case, dtype, [name])))
@@ -169,17 +127,6 @@ def _check(case: GpuCase, dtype: str, names: Sequence[str] = BACKENDS) -> Callab
             found.add("check", op=case.op, dtype=dtype, backend=name, status=status, **row)
 
     return run
-
-
-def _parity(found: Report, deadline: float) -> None:
-    reference, fused = (model_cases.build(kind, 3).cuda() for kind in ("reference", "fused"))
-    cfg = fused.cfg if hasattr(fused, "cfg") else levit.LEViTConfig.preset(model_cases.PRESET)
-    images = torch.rand(16, cfg.channels, cfg.image_size, cfg.image_size, device="cuda")
-    for name in ("features", "elbo_loss", "forward"):
-        with torch.no_grad():
-            got, want = getattr(fused, name)(images), getattr(reference, name)(images)
-        error = float((got - want).abs().max() / want.abs().max())
-        found.add("parity", what=name, error=f"{error:.2e}", status="ok" if error < 1e-4 else "wrong")
 
 
 def _ceilings(found: Report, deadline: float) -> None:
@@ -248,16 +195,6 @@ def median_seconds(call: Callable[[], Any], repeats: int = 30) -> float:
         end.record()
     torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
-
-
-def _markdown(head: dict[str, Any], notes: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    lines = [f"# {head['device']}, {head['date']}", "", f"commit {head['commit']}, torch {head['torch']}", ""]
-    for step in dict.fromkeys(row["step"] for row in rows):
-        chosen = [row for row in rows if row["step"] == step]
-        columns = [c for c in dict.fromkeys(key for row in chosen for key in row) if c != "step"]
-        lines += [f"## {step}", "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-        lines += [f"| {' | '.join(str(row.get(c, '')) for c in columns)} |" for row in chosen] + [""]
-    return "\n".join([*lines, "## notes", "", *(f"- {note}" for note in notes), ""])
 
 
 if __name__ == "__main__":

@@ -68,9 +68,10 @@ class Step(NamedTuple):
 class Stream:
     """A learner in its steady state, fed with the same random images whatever drives it."""
 
-    def __init__(self, kind: str, experts: int) -> None:
-        model = build(kind, experts)
-        self.learner = levit.Learner(model, updates_per_batch=UPDATES)
+    def __init__(self, kind: str, experts: int, device: str = "cpu", graph: bool = False) -> None:
+        model = build(kind, experts).to(device)
+        self.learner = levit.Learner(model, updates_per_batch=UPDATES, graph=graph)
+        self.device = device
         self.generator = torch.Generator().manual_seed(2)
         self.cfg = model.cfg
         self.learner.observe(*self._batch(self.cfg.memory_size - STREAM_BATCH))
@@ -86,7 +87,8 @@ class Stream:
 
     def _batch(self, count: int) -> tuple[Tensor, Tensor]:
         images = _images(self.cfg, count, self.generator)
-        return images, torch.randint(self.cfg.num_classes, (count,), generator=self.generator)
+        labels = torch.randint(self.cfg.num_classes, (count,), generator=self.generator)
+        return images.to(self.device), labels.to(self.device)
 
 
 def step(experts: int) -> Case:

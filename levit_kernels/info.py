@@ -47,6 +47,7 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, tuple]:
     encoder, decoder = weights(_vae.ENCODER), weights(_vae.DECODER)
     expert = (new(experts, pixels, width), new(experts, width))
     expert += (new(experts, width, 3, heads, depth), new(experts, 3, heads, depth))
+    fold = (new(width, pixels), new(width), new(width), new(width))
     index = torch.zeros(batch, dtype=torch.int64, device=device)
     return {
         "expert_attention": (new(batch, length, pixels), *expert, None, 0.2),
@@ -64,6 +65,8 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, tuple]:
         "strided_conv": (new(batch, length, length, pixels), new(width, pixels, 3, 3), new(width)),
         "transposed_conv": (new(batch, length, length, width), new(width, pixels, 4, 4), new(pixels)),
         "head_training_loss": (new(batch, width), index, [new(hidden, width), new(hidden)], 0.2, 1e-5),
+        "batch_norm_fold": (new(batch, pixels), *fold, (new(width), new(width), index[0]), 0.1, 1e-5),
+        "position_noise": (index, index, latent, 0, dtype),
         "task_attention": (
             new(experts, width),
             new(batch, length, width),

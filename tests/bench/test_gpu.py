@@ -2,18 +2,23 @@
 
 import csv
 import json
+import time
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
-from bench import gpu, gpu_cases
+from bench import gpu, gpu_cases, gpu_models, gpu_sizes
 from bench.gpu import Report, Step, carry_out
 
 TINY = [
-    ("expert_attention", lambda device, dtype: gpu_cases._attention(3, 2, 5, device, dtype)),
-    ("dkf_fuse", lambda device, dtype: gpu_cases._fuse(3, 4, 6, device, dtype)),
-    ("task_attention", lambda device, dtype: gpu_cases._tasks(3, 2, device, dtype)),
+    ("expert_attention", lambda device, dtype: gpu_sizes._attention(3, 2, 5, device, dtype)),
+    ("dkf_fuse", lambda device, dtype: gpu_sizes._fuse(3, 4, 6, device, dtype)),
+    ("task_attention", lambda device, dtype: gpu_sizes._tasks(3, 2, device, dtype)),
+    ("vae_training_loss", lambda device, dtype: gpu_sizes._vae_training(4, device, dtype)),
+    ("head_training_loss", lambda device, dtype: gpu_sizes._head_training(4, device, dtype)),
 ]
+CONSTANT = {"vae_training_loss": (0, 3)}
 
 
 def test_dry_run_lists_every_step_without_a_gpu(capsys):
@@ -81,12 +86,30 @@ def test_shares_are_of_the_ceilings_of_this_run():
 
 @pytest.mark.parametrize("op, make", TINY)
 def test_a_check_passes_what_is_right_and_fails_what_is_wrong(op, make, monkeypatch):
-    case = gpu_cases.GpuCase(op, "tiny", make, 1, 1)
+    case = gpu_cases.GpuCase(op, "tiny", make, 1, 1, CONSTANT.get(op, ()))
     share, plain = gpu_cases.worst_error(case, "cpu", torch.float32, "torch")
     assert share <= 1 and 0 < plain < 1e-5
     right = gpu_cases.on_backend
-    monkeypatch.setattr(gpu_cases, "on_backend", lambda *args: right(*args) * 1.001)
+    monkeypatch.setattr(gpu_cases, "on_backend", lambda *args: tree_map(lambda x: x * 1.001, right(*args)))
     assert gpu_cases.worst_error(case, "cpu", torch.float32, "torch")[0] > 1
+
+
+@pytest.mark.parametrize("op", gpu_cases.TRAINING)
+def test_training_losses_are_timed_with_their_gradients(op):
+    args = dict(TINY)[op]("cpu", torch.float32)
+    case = gpu_cases.GpuCase(op, "tiny", None, 1, 1, CONSTANT.get(op, ()))
+    weights = next(x for x in args if isinstance(x, list))
+    for _, call in case.on_backends(["torch", "reference"], args):
+        loss, *grads = call()
+        assert loss.shape == () and [x.shape for x in grads[-len(weights) :]] == [x.shape for x in weights]
+
+
+def test_a_step_is_timed_against_the_reference(monkeypatch):
+    monkeypatch.setattr(gpu_models, "EXPERTS", 2)
+    found = Report("toy")
+    gpu_models.step(found, time.monotonic() + 60, device="cpu", repeats=1)
+    assert [row["model"] for row in found.rows] == ["reference", "fused"]
+    assert all(row["median_ms"] > 0 and row["over_reference"] > 0 for row in found.rows)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -98,7 +121,7 @@ def test_the_sdpa_rival_computes_the_same(gated):
 
 
 def test_arguments_of_every_case_are_taken_by_the_ops():
-    for case in gpu_cases.cases(experts=2, batch=2):
+    for case in gpu_sizes.cases(experts=2, batch=2):
         args = case.make("cpu", torch.float32)
         assert case.flops > 0 and case.numbers > 0
         assert gpu_cases.registry.backends()["torch"].can_run(case.op, args)
