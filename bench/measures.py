@@ -85,11 +85,17 @@ Measure = Callable[[Measurements, int | None], Figure]
 
 
 def speedup(title: str, variant: str = "fused") -> Measure:
+    """How many times faster than the baseline, beside what the counted work takes at this machine's ceilings."""
+
     def figure(measured: Measurements, threads: int | None) -> Figure:
         row = measured.row(title, variant, threads)
         if row.speedup is None:
             raise NotAvailableError(f"{title}: the baseline was not timed")
-        return Figure(row.speedup, f"{row.median * 1e3:.1f} ms")
+        note, ceilings = f"{row.median * 1e3:.1f} ms", measured.ceilings[threads]
+        if row.gflops and row.gbs and ceilings.fma and ceilings.read:
+            share = row.gflops / ceilings.fma + row.gbs / ceilings.read
+            note += f"; at the ceilings {row.median * share * 1e3:.1f} ms, {row.speedup / share:.1f}x"
+        return Figure(row.speedup, note)
 
     return figure
 

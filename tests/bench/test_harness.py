@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import ceilings as ceilings_module
-from bench import harness, memory, report
+from bench import harness, measures, memory, report
 from bench.__main__ import bars
 from bench.bars import Bar, judge
 from bench.cases import CASES, select
@@ -278,6 +278,18 @@ def test_a_speed_is_measured_once_and_saved(tmp_path: Path, monkeypatch: pytest.
     assert bars(speeds, [], measured, tmp_path) == 0
     assert len(measured.rows) == 4
     assert len(json.loads((tmp_path / "bench.json").read_text())["rows"]) == 4
+
+
+@pytest.mark.usefixtures("fixed_times")
+def test_a_speed_stands_beside_what_its_work_takes_at_the_ceilings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Ceilings(1, 1.0, fma=10.0, read=5.0)
+    monkeypatch.setattr(ceilings_module, "measure", lambda threads, seconds: known)
+    measured = Measurements({"toy n=1": lambda: toy(flops=2e9, bytes=1e9)}, (1,), seconds=0.0, accuracy=tmp_path)
+    verdict = judge(Bar("T", "toy", measures.speedup("toy n=1", "fast"), low=0.0, threads=1), measured)
+    slow = measured.row("toy n=1", "slow", 1).median
+    assert verdict.note.endswith(f"; at the ceilings 400.0 ms, {slow / 0.4:.1f}x")  # 2 of 10 and 1 of 5 Giga a second
 
 
 def test_a_failed_check_makes_its_bar_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
