@@ -34,16 +34,23 @@ LEVIT_RUN(run_avx512, __attribute__((target("avx512f"))), double, 64, 12)
 #endif
 #undef LEVIT_RUN
 
+// Of float and double
 template <class T>
 struct Chosen {
   void (*run)(const Call<T>&, Range, Range, T*) = run_plain;
-  const int64_t bytes = vector_bytes();
+  const int64_t bytes = vector_bytes(), lanes = bytes / sizeof(T);
   Chosen() {
 #if defined(__x86_64__)
     if (bytes == 64) run = run_avx512;
     if (bytes == 32) run = run_avx2;
 #endif
   }
+};
+
+template <>
+struct Chosen<BFloat16> {
+  void (*run)(const Call<BFloat16>&, Range, Range, float*) = run_bf16;
+  const int64_t lanes = 16;
 };
 
 // Into how many parts images and experts are cut for that many threads: the least work per part, then the fewest parts
@@ -63,19 +70,20 @@ std::pair<int64_t, int64_t> parts(int64_t tiles, int64_t experts, int64_t thread
   return best;
 }
 
-template <class T>
-void compute(const Call<T>& call, const Tensor& like, T* out) {
+// With gates their sum goes to out.
+template <class T, class Sum = typename Call<T>::Sum>
+void compute(const Call<T>& call, const Tensor& like, Sum* out) {
   static const Chosen<T> kernel;
-  const int64_t together = images_per_tile(call.tokens, kernel.bytes / sizeof(T));
+  const int64_t together = images_per_tile(call.tokens, kernel.lanes);
   const int64_t tiles = (call.batch + together - 1) / together;
   const auto [of_images, of_experts] = parts(tiles, call.experts, torch::stable::get_num_threads());
   const int64_t size = call.batch * call.tokens * call.features();
   const bool sums = call.gates && of_experts > 1;
   Tensor partial;
-  T* more = nullptr;
+  Sum* more = nullptr;
   if (sums) {
     partial = torch::stable::new_empty(like, {of_experts - 1, size});
-    more = static_cast<T*>(partial.data_ptr());
+    more = static_cast<Sum*>(partial.data_ptr());
   }
   torch::stable::parallel_for(0, of_images * of_experts, 1, [&, images = of_images, experts = of_experts](
                                                                 int64_t begin, int64_t end) {
@@ -111,7 +119,16 @@ bool inputs_are_consecutive(const Tensor& w) {
   return all;
 }
 
-Tensor readable(const Tensor& w) { return inputs_are_consecutive(w) ? w : torch::stable::contiguous(w); }
+// w as a kernel reads it: where it lies, or copied. Words of bfloat16 need consecutive inputs.
+Tensor readable(const Tensor& w) {
+  if (inputs_are_consecutive(w)) return w;
+  if (w.scalar_type() != ScalarType::BFloat16) return torch::stable::contiguous(w);
+  Tensor turned = w;
+  for (int64_t dim = 1; dim + 1 < w.dim(); ++dim) turned = torch::stable::transpose(turned, dim, dim + 1);
+  turned = torch::stable::contiguous(turned);
+  for (int64_t dim = w.dim() - 1; dim > 1; --dim) turned = torch::stable::transpose(turned, dim, dim - 1);
+  return turned;
+}
 
 template <class T>
 Weights<T> weights(const Tensor& w) {
@@ -125,7 +142,7 @@ Weights<T> weights(const Tensor& w) {
 // w [K, inputs, channels..] and b [K, channels..] from channel `first` on
 template <class T>
 Projection<T> projection(const Tensor& w, const Tensor& b, int64_t first) {
-  Projection<T> of{weights<T>(w), data<T>(b) + first, b.numel() / b.size(0)};
+  Projection<T> of{weights<T>(w), data<typename Call<T>::Sum>(b) + first, b.numel() / b.size(0)};
   of.weights.data = of.weights.at(0, first);
   return of;
 }
@@ -136,8 +153,10 @@ Tensor attend(const char* op, const Tensor& patches, const Tensor& w_embed, cons
               const Tensor& w_scores, const Tensor& b_scores, const Tensor* w_values, const Tensor* b_values,
               const std::optional<Tensor>& gates, double negative_slope, const Tensor* wanted = nullptr) {
   const ScalarType dtype = patches.scalar_type();
-  if (dtype != ScalarType::Float && dtype != ScalarType::Double) {
-    fail(op, ": patches must be float32 or float64, got ", torch::headeronly::toString(dtype));
+  const bool half = dtype == ScalarType::BFloat16;
+  const ScalarType sums = half ? ScalarType::Float : dtype;  // of gates too, and of what they weigh
+  if (sums != ScalarType::Float && sums != ScalarType::Double) {
+    fail(op, ": patches must be bfloat16, float32 or float64, got ", torch::headeronly::toString(dtype));
   }
   if (patches.dim() != 3) fail(op, ": patches must be [B, N, P], got ", shape(patches));
   const bool folded = w_values;
@@ -149,14 +168,18 @@ Tensor attend(const char* op, const Tensor& patches, const Tensor& w_embed, cons
   const int64_t batch = patches.size(0), tokens = patches.size(1), pixels = patches.size(2);
   const int64_t experts = of_values.size(0), width = of_values.size(1);
   const int64_t heads = of_values.size(folded ? 2 : 3), depth = of_values.size(folded ? 3 : 4);
-  const auto check = [&](const char* name, const Tensor& tensor, const std::vector<int64_t>& sizes) {
-    bool right = tensor.scalar_type() == dtype && tensor.dim() == static_cast<int64_t>(sizes.size());
+  const auto check_in = [&](ScalarType wanted, const char* name, const Tensor& tensor,
+                            const std::vector<int64_t>& sizes) {
+    bool right = tensor.scalar_type() == wanted && tensor.dim() == static_cast<int64_t>(sizes.size());
     for (size_t i = 0; right && i < sizes.size(); ++i) right = tensor.size(i) == sizes[i];
     if (!right) {
       fail(op, ": ", name, " does not fit patches ", shape(patches), " and ", folded ? "w_values " : "w_qkv ",
-           shape(of_values), " in ", torch::headeronly::toString(dtype), ", got ", shape(tensor), " in ",
+           shape(of_values), " in ", torch::headeronly::toString(wanted), ", got ", shape(tensor), " in ",
            torch::headeronly::toString(tensor.scalar_type()));
     }
+  };
+  const auto check = [&](const char* name, const Tensor& tensor, const std::vector<int64_t>& sizes) {
+    check_in(dtype, name, tensor, sizes);
   };
   check("w_embed", w_embed, {experts, pixels, width});
   check("b_embed", b_embed, {experts, width});
@@ -170,47 +193,62 @@ Tensor attend(const char* op, const Tensor& patches, const Tensor& w_embed, cons
   }
   if (gates) {
     const bool by_image = gates->dim() == 3 && gates->size(0) != 1, by_head = gates->dim() == 3 && gates->size(2) != 1;
-    check("gates", *gates, {by_image ? batch : 1, experts, by_head ? heads : 1});
+    check_in(sums, "gates", *gates, {by_image ? batch : 1, experts, by_head ? heads : 1});
   }
 
-  const auto dense = [](const Tensor& tensor) { return torch::stable::contiguous(tensor); };
-  const Tensor dense_b_embed = dense(b_embed), ready_w_embed = readable(w_embed), ready_w_scores = readable(w_scores);
-  const Tensor dense_b_scores = dense(b_scores), ready_w_values = folded ? readable(*w_values) : ready_w_scores;
-  const Tensor dense_b_values = folded ? dense(*b_values) : dense_b_scores;
-  const std::optional<Tensor> dense_gates = gates ? std::optional(dense(*gates)) : std::nullopt;
   std::vector<int64_t> sizes{batch, tokens, heads * depth};
   if (!gates) sizes.insert(sizes.begin(), experts);
+  const ScalarType of_out = gates ? sums : dtype;
   if (wanted) {
-    check("out", *wanted, sizes);
+    check_in(of_out, "out", *wanted, sizes);
     const auto follows = [&](int64_t dim, int64_t stride) { return wanted->size(dim) < 2 || wanted->stride(dim) == stride; };
     const int64_t last = wanted->dim() - 1, channels = wanted->size(last);
     if (!follows(last, 1) || !follows(last - 1, channels) || (gates && !wanted->is_contiguous())) {
       fail(op, ": out must be dense in tokens and channels, with gates in images too");
     }
   }
-  const Tensor out = wanted ? *wanted : torch::stable::new_empty(patches, sizes);
+  const Tensor out = wanted ? *wanted : torch::stable::new_empty(patches, sizes, of_out);
   if (out.numel() == 0) return out;
+  if (half && !has_bf16_dots()) {
+    const auto wide = [](const Tensor& tensor) { return torch::stable::to(tensor, ScalarType::Float); };
+    const Tensor wide_values = folded ? wide(*w_values) : out, wide_bias = folded ? wide(*b_values) : out;
+    const Tensor found = attend(op, wide(patches), wide(w_embed), wide(b_embed), wide(w_scores), wide(b_scores),
+                                folded ? &wide_values : nullptr, folded ? &wide_bias : nullptr, gates, negative_slope);
+    Tensor place = out;
+    torch::stable::copy_(place, found);
+    return out;
+  }
+
+  const auto dense = [&](const Tensor& tensor) { return torch::stable::contiguous(torch::stable::to(tensor, sums)); };
+  const Tensor dense_b_embed = dense(b_embed), ready_w_embed = readable(w_embed), ready_w_scores = readable(w_scores);
+  const Tensor dense_b_scores = dense(b_scores), ready_w_values = folded ? readable(*w_values) : ready_w_scores;
+  const Tensor dense_b_values = folded ? dense(*b_values) : dense_b_scores;
+  const std::optional<Tensor> dense_gates = gates ? std::optional(dense(*gates)) : std::nullopt;
   const auto run = [&](auto number) {
     using T = decltype(number);
+    using Sum = typename Call<T>::Sum;
     const int64_t section = folded ? 0 : heads * depth;
     Call<T> call{experts, batch, tokens, pixels, width, heads, depth, data<T>(patches), patches.stride(0),
-                 patches.stride(1), patches.stride(2), weights<T>(ready_w_embed), data<T>(dense_b_embed), folded,
+                 patches.stride(1), patches.stride(2), weights<T>(ready_w_embed), data<Sum>(dense_b_embed), folded,
                  projection<T>(ready_w_scores, dense_b_scores, 0),
                  projection<T>(ready_w_scores, dense_b_scores, section),
                  projection<T>(ready_w_values, dense_b_values, 2 * section)};
-    call.negative_slope = static_cast<T>(negative_slope);
+    call.negative_slope = static_cast<Sum>(negative_slope);
     if (!gates) {
+      call.out = static_cast<T*>(out.data_ptr());
       call.out_by_expert = out.stride(0);
       call.out_by_image = out.stride(1);
     }
     if (gates) {
-      call.gates = data<T>(*dense_gates);
+      call.gates = data<Sum>(*dense_gates);
       call.gates_per_expert = gates->size(2);
       call.gates_per_image = gates->size(0) == 1 ? 0 : experts * gates->size(2);
     }
-    compute(call, patches, static_cast<T*>(out.data_ptr()));
+    compute(call, dense_b_embed, gates ? static_cast<Sum*>(out.data_ptr()) : nullptr);
   };
-  if (dtype == ScalarType::Float) {
+  if (half) {
+    run(BFloat16{});
+  } else if (dtype == ScalarType::Float) {
     run(float{});
   } else {
     run(double{});

@@ -5,48 +5,63 @@
 
 #include "lanes.h"
 #include "multiversion.h"
+#include "words.h"
 
 namespace levit {
 
-// w [channels, inputs] times x [inputs, stride], w at any two strides
+// w [channels, inputs] times x [inputs, stride], w at any two strides. In bfloat16 x lies in words, [inputs / 2, stride],
+// an odd last one with a zero; a word's two weights are consecutive, and `by_input` leads to the next word's.
 template <class T>
 struct Product {
   const T* w;
   int64_t by_channel, by_input;
-  const T* x;
+  const typename Words<T, 16>::Word* x;
   int64_t stride, inputs;
 };
 
 template <class T, int kWidth>
-struct Products {
-  using V = Lanes<T, kWidth>;
+struct Products : protected Words<T, kWidth> {
+  using Number = Words<T, kWidth>;
+  using Word = typename Number::Word;
+  using V = typename Number::V;
 
   // sums[c][v] += w[c] x[v] over the inputs; `ahead` is where the next weights will be read, or null.
   template <int C, int kVectors>
   static LEVIT_INLINE void multiply(V (&sums)[C][kVectors], const Product<T>& of, const T* ahead) {
     // Three rows to a pointer, one stride for all: so many addresses and no more fit into the integer registers.
     constexpr int kRows = 3, kPointers = (C + kRows - 1) / kRows;
-    const T *w[kPointers], *x = of.x;
+    constexpr int kInputs = Number::kInputs;
+    const T* w[kPointers];
+    const Word* x = of.x;
 #pragma GCC unroll 8
     for (int row = 0; row < kPointers; ++row) w[row] = of.w + row * kRows * of.by_channel;
-    for (int64_t i = 0; i < of.inputs; ++i, x += of.stride) {
+    for (int64_t i = 0; i < of.inputs / kInputs; ++i, x += of.stride) {
       if (ahead) {
-        const T* next = ahead + i * (of.by_input == 1 ? C : of.by_input);  // of dense rows: as many numbers as are read
-        for (size_t byte = 0; byte < C * sizeof(T); byte += 64) {
+        const bool rows = of.by_input == kInputs;
+        const T* next = ahead + i * (rows ? C * kInputs : of.by_input);  // of dense rows: as many numbers as are read
+        for (size_t byte = 0; byte < C * sizeof(Word); byte += 64) {
           __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
         }
       }
-      V in[kVectors];
+      Lanes<Word, kWidth> in[kVectors];
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) in[v] = load<kWidth>(x + v * kWidth);
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) {
-        const T weight = w[c / kRows][c % kRows * of.by_channel];
+        const T* weight = w[c / kRows] + c % kRows * of.by_channel;
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) sums[c][v] += weight * in[v];
+        for (int v = 0; v < kVectors; ++v) Number::add_product(sums[c][v], weight, in[v]);
       }
 #pragma GCC unroll 8
       for (int row = 0; row < kPointers; ++row) w[row] += of.by_input;
+    }
+    if (of.inputs % kInputs == 0) return;
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        Number::add_last(sums[c][v], w[c / kRows] + c % kRows * of.by_channel, load<kWidth>(x + v * kWidth));
+      }
     }
   }
 
@@ -71,6 +86,7 @@ struct Products {
     int64_t c = 0;
     blocks<C, kVectors>(c, channels, of, after, start, finish);
     if constexpr (C > 4) blocks<4, kVectors>(c, channels, of, after, start, finish);
+    if constexpr (Number::kInputs == 2) blocks<2, kVectors>(c, channels, of, after, start, finish);
     blocks<1, kVectors>(c, channels, of, after, start, finish);
   }
 };

@@ -19,4 +19,13 @@ inline int64_t vector_bytes() {
   return 16;
 }
 
+// Whether those vectors multiply and add up pairs of bfloat16 numbers.
+inline bool has_bf16_dots() {
+#if defined(__x86_64__)
+  return vector_bytes() == 64 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw");
+#else
+  return false;
+#endif
+}
+
 }  // namespace levit

@@ -36,11 +36,8 @@ def expert_attention(
     negative_slope: float,
 ) -> torch.Tensor:
     """See levit_kernels.expert_attention."""
-    tensors = (patches, w_embed, b_embed, w_qkv, b_qkv)
-    if gates is not None:
-        sums = torch.promote_types(patches.dtype, gates.dtype)  # float64 gates of float32 patches: all in float64
-        tensors, gates = tuple(x.to(sums) for x in tensors), gating.expand(gates).to(sums)
-    return torch.ops.levit_native.expert_attention(*tensors, gates, negative_slope)
+    tensors, weights, dtype = _gated((patches, w_embed, b_embed, w_qkv, b_qkv), gates)
+    return torch.ops.levit_native.expert_attention(*tensors, weights, negative_slope).to(dtype)
 
 
 def folded_attention(
@@ -51,15 +48,30 @@ def folded_attention(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """See levit_kernels.folded_attention."""
-    tensors = (patches, *weights)
-    if gates is not None:
-        sums = torch.promote_types(patches.dtype, gates.dtype)
-        tensors, gates = tuple(x.to(sums) for x in tensors), gating.expand(gates).to(sums)
+    tensors, scales, dtype = _gated((patches, *weights), gates)
     if out is None:
-        sizes = (*tensors[0].shape[:2], weights.b_values[0].numel())
-        out = tensors[0].new_empty(sizes if gates is not None else (len(weights.b_values), *sizes))
-    torch.ops.levit_native.folded_attention(*tensors, gates, negative_slope, out)
-    return out
+        sizes = (*patches.shape[:2], weights.b_values[0].numel())
+        sizes, like = (sizes, scales) if scales is not None else ((len(weights.b_values), *sizes), patches)
+        out = like.new_empty(sizes)
+    torch.ops.levit_native.folded_attention(*tensors, scales, negative_slope, out)
+    return out.to(dtype)
+
+
+def _gated(
+    tensors: tuple[torch.Tensor, ...], gates: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, torch.dtype]:
+    """Patches and weights, gates `[B or 1, K, H or 1]` and the result's dtype.
+
+    Gates of bfloat16 patches are float32, as their sums are; float64 gates make everything float64.
+    """
+    dtype = tensors[0].dtype
+    if gates is None:
+        return tensors, None, dtype
+    dtype = torch.promote_types(dtype, gates.dtype)
+    sums = at_least_float32(dtype)
+    if sums == torch.float64:
+        tensors = tuple(x.to(sums) for x in tensors)
+    return tensors, gating.expand(gates).to(sums), dtype
 
 
 def expert_attention_train(
@@ -107,6 +119,8 @@ def expert_attention_backward(
 
 def _trains(patches: torch.Tensor, gates: torch.Tensor | None) -> bool:
     """Whether the kernel for one expert in training takes this; its sums run in the patches' dtype."""
+    if patches.dtype == torch.bfloat16:
+        return False
     return gates is None or torch.promote_types(patches.dtype, gates.dtype) == patches.dtype
 
 
@@ -296,6 +310,8 @@ def refuse(op: str, args: tuple) -> str | None:
             return f"takes no {features.dtype} features with {gates.dtype} gates"
         return None
     if op.startswith("expert_attention") or op == "folded_attention":
+        if getattr(args[1], "dtype", None) == torch.bfloat16:
+            return None
         args = args[1:2]  # the dtype of patches and weights; gates may have any
     if op == "head_training_loss":
         args = args[:1]  # labels are integers

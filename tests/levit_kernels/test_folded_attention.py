@@ -124,7 +124,7 @@ def test_values_are_read_where_they_lie_between_queries_and_keys():
 def test_when_folding_pays():
     wide, deep = arguments("wider than deep")[3], arguments("deeper than wide")[3]
     assert not folding_pays(wide) and folding_pays(deep) == NATIVE
-    assert not folding_pays(deep.bfloat16())
+    assert folding_pays(deep.bfloat16()) == NATIVE and not folding_pays(deep.half())
     with use_backend("reference"):
         assert not folding_pays(deep)
 
