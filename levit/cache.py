@@ -90,7 +90,7 @@ class KnowledgeCache:
         self.features: Tensor | None = None
         if not frozen or cfg.gating == "none":
             return
-        dtype = torch.bfloat16 if cfg.cache_dtype == "bf16" else weight.dtype
+        dtype = torch.bfloat16 if "bf16" in (cfg.cache_dtype, cfg.precision) else weight.dtype
         shape = (memory.capacity, frozen, cfg.num_tokens, cfg.feature_dim)
         wanted, budget = math.prod(shape) * dtype.itemsize, cache_budget(cfg.cache, weight.device)
         if wanted <= budget:

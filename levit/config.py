@@ -115,6 +115,9 @@ class LEViTConfig:
     """Byte budget of the knowledge cache: `auto` (half of the free memory), a number of bytes, or `off`."""
     cache_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which the cache keeps the frozen experts' features."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the frozen experts' attention: `bf16` keeps weights and features in bfloat16 and sums in float32. What learns,
+    VAEs and heads stay as they are; the reference ignores it."""
 
     def __post_init__(self) -> None:
         if self.head_dim is None:
@@ -185,6 +188,10 @@ class LEViTConfig:
         order_ok = order in ("natural", "shuffled") or (not isinstance(order, str) and all(map(_is_int, order)))
         _expect(order_ok, "class_order", "natural, shuffled or the classes in their order", order)
         _choice(self, "cache_dtype", ("fp32", "bf16"))
+        _choice(self, "precision", ("fp32", "bf16"))
+        packs = self.expert == "vit" and not self.pos_embed and not self.out_proj
+        plain = "'fp32', for expert 'dnn' and with pos_embed or out_proj, which no kernel computes"
+        _expect(self.precision == "fp32" or packs, "precision", plain, self.precision)
         cache_ok = self.cache in ("auto", "off") or (_is_int(self.cache) and self.cache >= 0)
         _expect(cache_ok, "cache", "'auto', 'off' or a number of bytes", self.cache)
 

@@ -67,12 +67,17 @@ def vae_weights(expert: Expert) -> VAEWeights:
 
 
 class KnowledgeBase:
-    """The frozen experts of one model, packed. Storage doubles when it is full, so freezing costs amortised O(1)."""
+    """The frozen experts of one model, packed. Storage doubles when it is full, so freezing costs amortised O(1).
 
-    def __init__(self, num_heads: int) -> None:
+    Args:
+        num_heads: H.
+        attention: dtype to keep weights of the attention in; None, the parameters' own.
+    """
+
+    def __init__(self, num_heads: int, attention: torch.dtype | None = None) -> None:
         self.num_heads = num_heads
-        self._attention = _Stack(_attention_rows, _attention_sources)
-        self._folded = _Stack(partial(_folded_rows, num_heads), _folded_sources)
+        self._attention = _Stack(_attention_rows, _attention_sources, attention)
+        self._folded = _Stack(partial(_folded_rows, num_heads), _folded_sources, attention)
         self._vae = _Stack(vae_parameters, _vae_sources)
 
     def attention(self, experts: Sequence[Expert]) -> AttentionWeights:
@@ -102,12 +107,19 @@ class _Stack:
     Args:
         derive: an expert's tensors, from its parameters and buffers.
         sources: the modules whose parameters and buffers these are.
+        dtype: what they are rounded to; None, as they are derived.
     """
 
-    def __init__(self, derive: Callable[[Expert], list[Tensor]], sources: Callable[[Expert], list[nn.Module]]) -> None:
+    def __init__(
+        self,
+        derive: Callable[[Expert], list[Tensor]],
+        sources: Callable[[Expert], list[nn.Module]],
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.storage: list[Tensor] = []
         self._derive = derive
         self._sources = sources
+        self._dtype = dtype
         self._stamps: list[_Stamp] = []
 
     @torch.compiler.disable
@@ -120,7 +132,7 @@ class _Stack:
         return [stack[: len(experts)] for stack in self.storage]
 
     def _write(self, k: int, expert: Expert) -> None:
-        rows = self._derive(expert)
+        rows = [row.to(self._dtype or row.dtype) for row in self._derive(expert)]
         kept = self.storage[0] if self.storage else None
         if kept is None or k >= len(kept) or kept.dtype != rows[0].dtype or kept.device != rows[0].device:
             self._make_room(k, rows)

@@ -64,7 +64,7 @@ class LEViT(reference.LEViT):
         parts = patches(self.check_images(images), self.cfg.patch_size)
         own = expert_attention(parts, *attention_weights(self.active, self.cfg.num_heads))
         if self.num_experts > 1:
-            own = torch.cat([self._frozen_attention(parts, self.frozen), own])
+            own = torch.cat([self._frozen_attention(parts, self.frozen).to(own.dtype), own])
         return own.transpose(0, 1)
 
     def forward_expert(self, images: Tensor, k: int) -> Tensor:
@@ -154,7 +154,7 @@ class LEViT(reference.LEViT):
             found = torch.stack([features(expert, images, self.cfg) for expert in self.frozen], dim=1)
         else:
             parts = patches(images, self.cfg.patch_size)
-            place = out.transpose(0, 1) if out is not None and out.dtype == parts.dtype else None
+            place = out.transpose(0, 1) if out is not None and out.dtype == self._frozen_dtype else None
             found = self._frozen_attention(parts, self.frozen, out=place).transpose(0, 1)
             if place is not None:
                 return out
@@ -209,13 +209,19 @@ class LEViT(reference.LEViT):
 
     def _derive(self) -> None:
         """What a fused model has beyond its parameters: nothing that would have to be saved."""
-        self.knowledge = KnowledgeBase(self.cfg.num_heads)
+        self.knowledge = KnowledgeBase(self.cfg.num_heads, torch.bfloat16 if self.cfg.precision == "bf16" else None)
         self._told = False
+
+    @property
+    def _frozen_dtype(self) -> torch.dtype:
+        """What the frozen experts' attention is computed in."""
+        return torch.bfloat16 if self.cfg.precision == "bf16" else self.weight.dtype
 
     def _frozen_attention(
         self, parts: Tensor, experts: list[Expert], gates: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """`expert_attention` of frozen experts, from folded weights where that saves and no gradient is asked for."""
+        parts = parts.to(self._frozen_dtype)
         learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (parts, gates))
         if not learns and not torch.compiler.is_compiling():
             folded = self.knowledge.folded_attention(experts)

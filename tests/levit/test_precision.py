@@ -1,0 +1,142 @@
+"""precision="bf16": frozen experts' attention in bfloat16, close to float32, and nothing else that changes."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers import VARIANTS, build, random_images, random_labels, small_config
+from test_parity import learn
+
+import levit
+import levit_kernels
+
+PACKED = {name: fields for name, fields in VARIANTS.items() if "dnn" not in name and name != "options"}
+
+
+def pair(experts=3, dtype=torch.float32, **overrides):
+    """The same weights in a model of either precision."""
+    exact = build(levit.LEViT, small_config(**overrides), experts, dtype)
+    half = levit.LEViT(small_config(**overrides, precision="bf16")).to(dtype)
+    half.load_state_dict(exact.state_dict())
+    return exact, half
+
+
+def close(got, want, tolerance=0.02):
+    assert got.dtype == want.dtype
+    assert (got - want).norm() <= tolerance * want.norm(), float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("variant", PACKED)
+@torch.no_grad()
+def test_outputs_are_close_and_routes_the_same(variant, dtype):
+    exact, half = pair(dtype=dtype, **PACKED[variant])
+    images = random_images(exact.cfg, 40, dtype)
+    assert torch.equal(half.route(images), exact.route(images))
+    close(half(images), exact(images))
+    close(half.features(images), exact.features(images))
+    for k in range(3):
+        close(half.forward_expert(images, k), exact.forward_expert(images, k))
+    close(
+        half.training_loss(images, random_labels(exact.cfg, 40)),
+        exact.training_loss(images, random_labels(exact.cfg, 40)),
+        0.1,
+    )
+
+
+@torch.no_grad()
+def test_the_active_expert_and_the_vaes_stay_in_float32():
+    exact, half = pair()
+    images = random_images(exact.cfg, 9, torch.float32)
+    assert torch.equal(half.features(images)[:, -1], exact.features(images)[:, -1])
+    assert not torch.equal(half.features(images)[:, 0], exact.features(images)[:, 0])
+    assert torch.equal(half.elbo_loss(images), exact.elbo_loss(images))
+    assert half.knowledge.attention(half.frozen).w_qkv.dtype == torch.bfloat16
+    assert all(x.dtype == torch.float32 for x in half.state_dict().values() if x.is_floating_point())
+
+
+def test_states_load_both_ways():
+    exact, half = pair()
+    assert list(half.state_dict()) == list(exact.state_dict())
+    again = levit.LEViT(exact.cfg)
+    again.load_state_dict(half.state_dict())
+    images = random_images(exact.cfg, 5, torch.float32)
+    with torch.no_grad():
+        assert torch.equal(again(images), exact(images))
+
+
+def test_the_reference_ignores_it_and_accelerate_heeds_it():
+    exact, half = pair()
+    images = random_images(exact.cfg, 5, torch.float32)
+    reference = levit.reference.LEViT(half.cfg)
+    reference.load_state_dict(half.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(reference(images), exact(images), rtol=1e-4, atol=1e-5)
+        assert torch.equal(levit_kernels.accelerate(reference)(images), half(images))
+
+
+@pytest.mark.parametrize("cache", ["auto", 0, "off"])
+def test_learning_is_close_to_float32(cache):
+    cfg = small_config(gamma=2.3, cache=cache)
+    half_cfg = small_config(gamma=2.3, cache=cache, precision="bf16")
+    with pytest.warns(UserWarning, match="over the budget") if cache == 0 else nullcontext():
+        exact, half = (learn(levit.LEViT, c, 15, torch.float32) for c in (cfg, half_cfg))
+    assert exact[0].model.num_experts == half[0].model.num_experts > 2
+    if cache == "auto":
+        assert half[0].cache.features.dtype == torch.bfloat16
+    losses = [torch.tensor([e.loss for e in run[1] if e.loss is not None]) for run in (exact, half)]
+    assert not torch.equal(*losses)
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+
+
+def test_the_cache_keeps_what_the_model_computes():
+    learner, _ = learn(levit.LEViT, small_config(gamma=2.3, precision="bf16"), 13, torch.float32)
+    live = learner.memory.live()
+    with torch.no_grad():
+        found = learner.model.frozen_features(learner.memory.images[live])
+    assert torch.equal(learner.cache.features[live], found)
+
+
+def test_resuming_equals_not_stopping():
+    cfg = small_config(gamma=2.3, precision="bf16")
+    learner, _ = learn(levit.LEViT, cfg, 13, torch.float32)
+    other = levit.Learner(levit.LEViT(cfg))
+    other.load_state_dict(copy.deepcopy(learner.state_dict()))
+    for i in range(13, 18):
+        images, labels = random_images(cfg, 4, torch.float32, seed=i), random_labels(cfg, 4, seed=i)
+        assert learner.observe(images, labels).loss == other.observe(images, labels).loss
+    for one, two in zip(learner.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_save_and_load(tmp_path):
+    _, half = pair()
+    half.save(tmp_path / "model.pt")
+    loaded = levit.LEViT.load(tmp_path / "model.pt")
+    images = random_images(half.cfg, 5, torch.float32)
+    assert loaded.cfg.precision == "bf16"
+    with torch.no_grad():
+        assert torch.equal(loaded(images), half(images))
+
+
+def test_frozen_parameters_never_move():
+    learner, _ = learn(levit.LEViT, small_config(gamma=2.3, precision="bf16"), 13, torch.float32)
+    before = [x.clone() for expert in learner.model.frozen for x in expert.state_dict().values()]
+    cfg = learner.cfg
+    learner.observe(random_images(cfg, 4, torch.float32), random_labels(cfg, 4))
+    after = [x for expert in learner.model.frozen for x in expert.state_dict().values()]
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=False))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"precision": "fp16"}, "precision: expected one of fp32, bf16, got 'fp16'"),
+        ({"precision": "bf16", "expert": "dnn"}, "precision: expected 'fp32', for expert 'dnn'"),
+        ({"precision": "bf16", "pos_embed": True}, "precision: expected 'fp32', for expert 'dnn' and with pos_embed"),
+    ],
+)
+def test_refusals(fields, message):
+    with pytest.raises(ValueError, match=message):
+        small_config(**fields)
