@@ -98,6 +98,7 @@ _PERMUTED = dict(preset="permuted-mnist", method="levit", images=FULL_MNIST)
 _CIFAR = dict(preset="split-cifar10", method="levit", images=FULL_CIFAR)
 _NO_CHANGE = [("split-mnist-shuffled", "missed"), ("split-mnist-shuffled", "delay (images)")]
 _ATTENTION, _COLD = "expert_attention K=32 B=64", "expert_attention K=32 B=1 cold"
+_HALF = "expert_attention K=32 B=64 bf16"
 
 BARS: tuple[Bar, ...] = (
     Bar(
@@ -135,16 +136,23 @@ BARS: tuple[Bar, ...] = (
         if (stream, column) not in _NO_CHANGE
     ),
     *_each("E", "expert_attention, K=32 B=64, of the FMA peak", share(_ATTENTION, "fma"), " %", 85, 80),
+    *_each("E", "expert_attention, K=32 B=64, of the bf16 peak", share(_HALF, "bf16_dot"), " %", 85, 80),
     *_each("E", "expert_attention, K=32 B=1 cold, of the FMA peak", share(_COLD, "fma"), " %", 50),
     *_each("E", "expert_attention, K=32 B=64, over the eager loop", over(_ATTENTION, "cpu", "loop"), "x", 3, 3),
     *_each("E", "expert_attention, K=32 B=64, over torch backend", over(_ATTENTION, "cpu", "torch"), "x", 1.3, 1.3),
+    *_each("E", "expert_attention, bf16, over the eager fp32 loop", over(_HALF, "cpu", "loop"), "x", 6),
     *_each("E", "dkf_fuse, K=8, of the read bandwidth", share("dkf_fuse K=8 B=64", "read"), " %", 65, 85),
     *_each("E", "dkf_fuse, K=31, of the read bandwidth", share("dkf_fuse K=31 B=64", "read"), " %", 65, 85),
     *_each("E", "Algorithm 1 step, K=5, over the reference", speedup("step K=5"), "x", 3.5, 3),
     *_each("E", "Algorithm 1 step, K=8, over the reference", speedup("step K=8"), "x", 5, 3.6),
     *_each("E", "Algorithm 1 step, K=32, over the reference", speedup("step K=32"), "x", 13, 10),
+    *_each("E", "Algorithm 1 step in bf16, K=5, over the reference", speedup("step K=5 bf16"), "x", 5),
+    *_each("E", "Algorithm 1 step in bf16, K=8, over the reference", speedup("step K=8 bf16"), "x", 7),
+    *_each("E", "Algorithm 1 step in bf16, K=32, over the reference", speedup("step K=32 bf16"), "x", 16),
     *_each("E", "routed inference, K=32, 256 images, all to last", speedup("inference K=32 B=256 last"), "x", 5.5, 5),
     *_each("E", "routed inference, K=32, 256 images, uniform", speedup("inference K=32 B=256"), "x", 7.5, 7),
+    *_each("E", "the same in bf16, all to last", speedup("inference K=32 B=256 last bf16"), "x", 10),
+    *_each("E", "the same in bf16, uniform", speedup("inference K=32 B=256 bf16"), "x", 12),
     *_each("E", "routed inference, K=32, 1 image", speedup("inference K=32 B=1"), "x", 5),
     *_one_and_two(
         "H",

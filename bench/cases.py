@@ -20,6 +20,9 @@ FOR_BARS: dict[str, Builder] = {
     "conv_vae B=64": partial(model_cases.conv_vae, 64),
     "growth K=2,64": partial(model_cases.growth, 2, 64),
     "inference K=32 B=256 last": partial(model_cases.inference, 32, 256, to_last=True),
+    "inference K=32 B=256 last bf16": partial(model_cases.inference, 32, 256, to_last=True, precision="bf16"),
+    "inference K=32 B=256 bf16": partial(model_cases.inference, 32, 256, precision="bf16"),
+    **{f"step K={k} bf16": partial(model_cases.step, k, "bf16") for k in (5, 8, 32)},
     **task_cases.FOR_BARS,
 }
 

@@ -28,11 +28,11 @@ def parity(found: Report, deadline: float) -> None:
 def step(found: Report, deadline: float, device: str = "cuda", repeats: int = 10) -> None:
     """Wall time of one Algorithm 1 step, its decision read on the CPU as in any run; the models take turns."""
     streams = {
-        "reference": model_cases.Stream("reference", EXPERTS, device),
-        "fused": model_cases.Stream("fused", EXPERTS, device),
+        "reference": model_cases.Stream("reference", EXPERTS, device=device),
+        "fused": model_cases.Stream("fused", EXPERTS, device=device),
     }
     if device == "cuda":
-        streams["fused, graph=True"] = model_cases.Stream("fused", EXPERTS, device, graph=True)
+        streams["fused, graph=True"] = model_cases.Stream("fused", EXPERTS, device=device, graph=True)
     seconds: dict[str, list[float]] = {name: [] for name in streams}
     for turn in range(2 + repeats):  # the first two compile, capture and fill caches
         if time.monotonic() > deadline:

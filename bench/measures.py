@@ -111,7 +111,7 @@ def over(title: str, variant: str, other: str) -> Measure:
 
 
 def share(title: str, ceiling: str, variant: str = "cpu") -> Measure:
-    """Per cent of a ceiling, `fma` or `read`, measured in the same run."""
+    """Per cent of a ceiling, `fma`, `bf16_dot` or `read`, measured in the same run."""
 
     def figure(measured: Measurements, threads: int | None) -> Figure:
         row = measured.row(title, variant, threads)
@@ -119,7 +119,9 @@ def share(title: str, ceiling: str, variant: str = "cpu") -> Measure:
         limit = getattr(ceilings, ceiling)
         if limit is None:
             raise NotAvailableError(f"ceilings not measured: {ceilings.reason}")
-        rate, unit = (row.gflops, "GFLOP/s") if ceiling == "fma" else (row.gbs, "GB/s")
+        if not limit:
+            raise NotAvailableError("this CPU has no dot product of bfloat16 pairs")
+        rate, unit = (row.gbs, "GB/s") if ceiling == "read" else (row.gflops, "GFLOP/s")
         return Figure(100 * rate / limit, f"{rate:.1f} of {limit:.1f} {unit}")
 
     return figure
