@@ -21,7 +21,7 @@
 namespace levit::attention {
 
 constexpr int64_t kMaxVectors = 8;           // token vectors of a tile: enough to fill lanes with images of any length
-constexpr int64_t kChunkElements = 1 << 20;  // patches and sums of the images that go through all experts together
+constexpr int64_t kChunkElements = 1 << 17;  // patches and sums of the images that go through all experts: half an L2
 
 inline int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 
