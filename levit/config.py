@@ -116,8 +116,8 @@ class LEViTConfig:
     cache_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which the cache keeps the frozen experts' features."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the frozen experts' attention: `bf16` keeps weights and features in bfloat16 and sums in float32. What learns,
-    VAEs and heads stay as they are; the reference ignores it."""
+    """Of the frozen experts: `bf16` computes their attention and, of MLP VAEs, the losses that route in bfloat16, sums
+    in float32, and caches in it. What learns, codes and heads stay as they are; the reference ignores it."""
 
     def __post_init__(self) -> None:
         if self.head_dim is None:

@@ -71,14 +71,15 @@ class KnowledgeBase:
 
     Args:
         num_heads: H.
-        attention: dtype to keep weights of the attention in; None, the parameters' own.
+        dtype: to keep what prediction reads in, attention and scoring VAEs; None, the parameters' own.
     """
 
-    def __init__(self, num_heads: int, attention: torch.dtype | None = None) -> None:
+    def __init__(self, num_heads: int, dtype: torch.dtype | None = None) -> None:
         self.num_heads = num_heads
-        self._attention = _Stack(_attention_rows, _attention_sources, attention)
-        self._folded = _Stack(partial(_folded_rows, num_heads), _folded_sources, attention)
+        self._attention = _Stack(_attention_rows, _attention_sources, dtype)
+        self._folded = _Stack(partial(_folded_rows, num_heads), _folded_sources, dtype)
         self._vae = _Stack(vae_parameters, _vae_sources)
+        self._scoring_vae = self._vae if dtype is None else _Stack(vae_parameters, _vae_sources, dtype)
 
     def attention(self, experts: Sequence[Expert]) -> AttentionWeights:
         """Attention weights of these experts, the first len(experts) of the model."""
@@ -99,6 +100,11 @@ class KnowledgeBase:
     def vae(self, experts: Sequence[Expert]) -> VAEWeights:
         """VAE weights of these experts, the first len(experts) of the model."""
         return _vae_view(self._vae.rows(experts))
+
+    def scoring_vae(self, experts: Sequence[Expert], only: int | None = None) -> VAEWeights:
+        """The same to route by; `only` of one expert, K = 1."""
+        rows = self._scoring_vae.rows(experts)
+        return _vae_view(rows if only is None else [stack[only : only + 1] for stack in rows])
 
 
 class _Stack:

@@ -82,7 +82,7 @@ class LEViT(reference.LEViT):
         noise = self._route_noise()
         losses = elbo_loss(pixels, *vae_weights(self.active), self.cfg.beta, noise)
         if self.num_experts > 1:
-            losses = torch.cat([elbo_loss(pixels, *self.knowledge.vae(self.frozen), self.cfg.beta, noise), losses], 1)
+            losses = torch.cat([self._frozen_elbo_loss(pixels, noise).to(losses.dtype), losses], 1)
         return losses
 
     def expert_elbo_loss(self, images: Tensor, k: int) -> Tensor:
@@ -90,6 +90,8 @@ class LEViT(reference.LEViT):
         noise = self._route_noise()
         if self.cfg.vae != "mlp":
             return self._vae_loss(k, images, None if noise is None else noise[:, None])
+        if k < self.num_experts - 1:
+            return self._frozen_elbo_loss(images.flatten(1), noise, k)[:, 0].to(images.dtype)
         return elbo_loss(images.flatten(1), *vae_weights(self.experts[k]), self.cfg.beta, noise)[:, 0]
 
     def answer(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,8 +216,13 @@ class LEViT(reference.LEViT):
 
     @property
     def _frozen_dtype(self) -> torch.dtype:
-        """What the frozen experts' attention is computed in."""
+        """What the frozen experts' attention and routing losses are computed in."""
         return torch.bfloat16 if self.cfg.precision == "bf16" else self.weight.dtype
+
+    def _frozen_elbo_loss(self, pixels: Tensor, noise: Tensor | None, only: int | None = None) -> Tensor:
+        """`elbo_loss` of the frozen experts, or of `only` one: pixels [B, F] → [B, K-1 or 1]."""
+        weights, dtype = self.knowledge.scoring_vae(self.frozen, only), self._frozen_dtype
+        return elbo_loss(pixels.to(dtype), *weights, self.cfg.beta, None if noise is None else noise.to(dtype))
 
     def _frozen_attention(
         self, parts: Tensor, experts: list[Expert], gates: Tensor | None = None, out: Tensor | None = None

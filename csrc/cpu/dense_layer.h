@@ -8,13 +8,16 @@
 
 #include "dot.h"
 #include "lanes.h"
+#include "words.h"
 
 namespace levit {
 
 // One layer of all experts: weights [K, out, in], bias [K, out].
 template <class T>
 struct Layer {
-  const T *weight, *bias;
+  using Sum = typename Words<T, 16>::Sum;
+  const T* weight;
+  const Sum* bias;
   int64_t in, out;
 };
 
@@ -26,7 +29,8 @@ struct Layout {
   int64_t rows;
   bool columns;
 
-  explicit Layout(int64_t count) : rows(count), columns(count > kMostRows) {
+  explicit Layout(int64_t count, bool always_columns = false)
+      : rows(count), columns(always_columns || count > kMostRows) {
     if (columns) rows = (count + kLanesOf<T> - 1) / kLanesOf<T> * kLanesOf<T>;
   }
   int64_t at(int64_t r, int64_t i, int64_t size) const { return columns ? i * rows + r : r * size + i; }
@@ -40,6 +44,9 @@ void dense(const Layer<float>& layer, int64_t k, const float* x, const Layout<fl
            float* y);
 void dense(const Layer<double>& layer, int64_t k, const double* x, const Layout<double>& layout, Activation activation,
            double* y);
+// In columns only, and only where has_bf16_dots(): x is rounded, y is not.
+void dense(const Layer<BFloat16>& layer, int64_t k, const float* x, const Layout<float>& layout, Activation activation,
+           float* y);
 
 // to [size, stride] = from [rows, size]
 void turn_rows(const float* from, int64_t rows, int64_t size, float* to, int64_t stride);

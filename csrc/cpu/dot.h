@@ -10,11 +10,6 @@
 
 namespace levit {
 
-// The upper half of a float.
-struct BFloat16 {
-  uint16_t bits;
-};
-
 template <class T>
 constexpr int kLanesOf = 64 / sizeof(T);
 

@@ -13,6 +13,7 @@
 #include "../errors.h"
 #include "mlp_vae.h"
 #include "multiversion.h"
+#include "vector_width.h"
 
 namespace levit {
 namespace {
@@ -21,10 +22,11 @@ using torch::headeronly::ScalarType;
 
 constexpr int64_t kBlockCodes = 256;  // codes of a task: what is kept of them stays in the cache
 
-template <class T>
+// W is the type of the weights; everything else is T.
+template <class W, class T = typename Layer<W>::Sum>
 struct Call {
-  Encoder<T> encoder;
-  Layer<T> decoder[3];
+  Encoder<W> encoder;
+  Layer<W> decoder[3];
   double beta;
   const T* noise;  // [draws, L]; null at the mean code, which counts as one draw
   int64_t draws;
@@ -37,8 +39,8 @@ struct Block {
   Layout<T> encoding, decoding;
   std::vector<T> images, targets;
 
-  Block(int64_t first, int64_t batch, int64_t draws)
-      : first(first), batch(batch), draws(draws), encoding(batch), decoding(batch * draws) {}
+  Block(int64_t first, int64_t batch, int64_t draws, bool columns)
+      : first(first), batch(batch), draws(draws), encoding(batch, columns), decoding(batch * draws, columns) {}
 
   void take(const T* from, int64_t pixels) {
     images.resize(encoding.rows * pixels);
@@ -80,8 +82,8 @@ LEVIT_MULTIVERSION void errors_of(const double* decoded, const double* targets, 
 }
 
 // losses[b * stride] of expert k, b = 0 .. batch - 1
-template <class T>
-void losses_of(const Call<T>& call, const Block<T>& block, int64_t k, T* losses, int64_t stride) {
+template <class W, class T = typename Layer<W>::Sum>
+void losses_of(const Call<W>& call, const Block<T>& block, int64_t k, T* losses, int64_t stride) {
   const auto& [to_first, to_second, to_pixels] = call.decoder;
   const int64_t latent = call.encoder.latent(), batch = block.batch;
   const Layout<T>&encoding = block.encoding, &decoding = block.decoding;
@@ -113,21 +115,21 @@ void losses_of(const Call<T>& call, const Block<T>& block, int64_t k, T* losses,
   }
 }
 
-template <class T>
-void compute(const Tensor& images, const std::vector<Tensor>& encoder, const std::vector<Tensor>& decoder, double beta,
-             const Tensor* noise, Tensor& losses) {
+template <class W, class T = typename Layer<W>::Sum>
+void compute(ScalarType dtype, const Tensor& images, const std::vector<Tensor>& encoder,
+             const std::vector<Tensor>& decoder, double beta, const Tensor* noise, Tensor& losses) {
   const int64_t experts = losses.size(1), batch = images.size(0), pixels = images.size(1);
-  const Encoder<T> e = encoder_of<T>("elbo_loss", encoder, experts, images.scalar_type());
-  const std::vector<Layer<T>> d = layers_of<T>("elbo_loss", decoder, experts, images.scalar_type());
+  const Encoder<W> e = encoder_of<W>("elbo_loss", encoder, experts, dtype);
+  const std::vector<Layer<W>> d = layers_of<W>("elbo_loss", decoder, experts, dtype);
   if (e.pixels() != pixels || !e.follows() || d[2].out != pixels || d[0].in != e.latent() || d[1].in != d[0].out ||
       d[2].in != d[1].out || (noise && noise->size(1) != e.latent())) {
     fail("elbo_loss: the sizes of the layers do not follow from each other for images ", shape(images));
   }
-  const Call<T> call{e, {d[0], d[1], d[2]}, beta, noise ? static_cast<const T*>(noise->data_ptr()) : nullptr,
+  const Call<W> call{e, {d[0], d[1], d[2]}, beta, noise ? static_cast<const T*>(noise->data_ptr()) : nullptr,
                      noise ? noise->size(0) : 1};
   const int64_t most = std::max<int64_t>(1, kBlockCodes / std::max<int64_t>(1, call.draws));
   std::vector<Block<T>> blocks;
-  for (int64_t b = 0; b < batch; b += most) blocks.emplace_back(b, std::min(most, batch - b), call.draws);
+  for (int64_t b = 0; b < batch; b += most) blocks.emplace_back(b, std::min(most, batch - b), call.draws, sizeof(W) < sizeof(T));
   const auto* from = static_cast<const T*>(images.data_ptr());
   torch::stable::parallel_for(0, blocks.size(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) blocks[i].take(from, pixels);
@@ -150,17 +152,30 @@ Tensor elbo_loss(const Tensor& images, const std::vector<Tensor>& encoder, const
     fail("elbo_loss: takes images [B, F], 8 tensors of the encoder and 6 of the decoder, got ", shape(images), ", ",
          encoder.size(), " and ", decoder.size());
   }
-  const Tensor dense_images = torch::stable::contiguous(images);
+  const ScalarType dtype = images.scalar_type();
+  const bool half = dtype == ScalarType::BFloat16;
+  const auto wide = [&](const Tensor& tensor) {
+    return torch::stable::contiguous(half ? torch::stable::to(tensor, ScalarType::Float) : tensor);
+  };
+  const Tensor dense_images = wide(images);
   Tensor dense_noise;
-  if (noise) dense_noise = torch::stable::contiguous(*noise);
+  if (noise) dense_noise = wide(*noise);
   const Tensor* draws = noise ? &dense_noise : nullptr;
-  Tensor losses = torch::stable::new_empty(images, {images.size(0), encoder[0].size(0)});
-  if (images.scalar_type() == ScalarType::Float) {
-    compute<float>(dense_images, encoder, decoder, beta, draws, losses);
-  } else if (images.scalar_type() == ScalarType::Double) {
-    compute<double>(dense_images, encoder, decoder, beta, draws, losses);
+  Tensor losses = torch::stable::new_empty(dense_images, {images.size(0), encoder[0].size(0)});
+  if (half) {
+    const bool dots = has_bf16_dots();
+    const auto of = [&](std::vector<Tensor> weights) {
+      for (Tensor& x : weights) x = !dots || x.dim() == 2 ? wide(x) : x;
+      return weights;
+    };
+    (dots ? compute<BFloat16> : compute<float>)(dots ? dtype : ScalarType::Float, dense_images, of(encoder),
+                                                of(decoder), beta, draws, losses);
+  } else if (dtype == ScalarType::Float) {
+    compute<float>(dtype, dense_images, encoder, decoder, beta, draws, losses);
+  } else if (dtype == ScalarType::Double) {
+    compute<double>(dtype, dense_images, encoder, decoder, beta, draws, losses);
   } else {
-    fail("elbo_loss: images must be float32 or float64, got ", torch::headeronly::toString(images.scalar_type()));
+    fail("elbo_loss: images must be bfloat16, float32 or float64, got ", torch::headeronly::toString(dtype));
   }
   return losses;
 }

@@ -13,6 +13,11 @@
 
 namespace levit {
 
+// The upper half of a float.
+struct BFloat16 {
+  uint16_t bits;
+};
+
 template <class T, int kWidth>
 using Lanes __attribute__((vector_size(kWidth * sizeof(T)))) = T;
 

@@ -26,11 +26,11 @@ struct Encoder {
   }
 };
 
-// images -> mu and the clamped log sigma of expert k, all in one layout
-template <class T>
-void encode(const Encoder<T>& by, int64_t k, const T* images, const Layout<T>& layout, T* mu, T* log_sigma) {
+// images -> mu and the clamped log sigma of expert k, all in one layout; W is the type of the weights
+template <class W, class T = typename Layer<W>::Sum>
+void encode(const Encoder<W>& by, int64_t k, const T* images, const Layout<T>& layout, T* mu, T* log_sigma) {
   const auto [hidden1, hidden2] =
-      scratch<T, &encode<T>>({layout.rows * by.first.out, layout.rows * by.second.out});
+      scratch<T, &encode<W>>({layout.rows * by.first.out, layout.rows * by.second.out});
   dense(by.first, k, images, layout, Activation::kTanh, hidden1);
   dense(by.second, k, hidden1, layout, Activation::kTanh, hidden2);
   dense(by.to_mu, k, hidden2, layout, Activation::kNone, mu);
@@ -45,14 +45,17 @@ void encode(const Encoder<T>& by, int64_t k, const T* images, const Layout<T>& l
 template <class T>
 std::vector<Layer<T>> layers_of(const char* op, const std::vector<torch::stable::Tensor>& weights, int64_t experts,
                                 torch::headeronly::ScalarType dtype) {
+  using Sum = typename Layer<T>::Sum;
+  constexpr bool kHalf = sizeof(T) < sizeof(Sum);  // then the biases come in float32
+  const auto of_biases = kHalf ? torch::headeronly::ScalarType::Float : dtype;
   std::vector<Layer<T>> layers;
   for (size_t i = 0; i + 1 < weights.size(); i += 2) {
     const torch::stable::Tensor &w = weights[i], &b = weights[i + 1];
-    if (w.scalar_type() != dtype || b.scalar_type() != dtype || w.dim() != 3 || b.dim() != 2 || w.size(0) != experts ||
+    if (w.scalar_type() != dtype || b.scalar_type() != of_biases || w.dim() != 3 || b.dim() != 2 || w.size(0) != experts ||
         b.size(0) != experts || w.size(1) != b.size(1) || !w.is_contiguous() || !b.is_contiguous()) {
       fail(op, ": weights must be dense [K, out, in] and [K, out] of one dtype, got ", shape(w), " and ", shape(b));
     }
-    layers.push_back({static_cast<const T*>(w.data_ptr()), static_cast<const T*>(b.data_ptr()), w.size(2), w.size(1)});
+    layers.push_back({static_cast<const T*>(w.data_ptr()), static_cast<const Sum*>(b.data_ptr()), w.size(2), w.size(1)});
   }
   return layers;
 }

@@ -12,10 +12,6 @@
 
 namespace levit {
 
-struct BFloat16 {
-  uint16_t bits;
-};
-
 template <class T, int kWidth>
 struct Words {
   using Word = T;

@@ -315,6 +315,8 @@ def refuse(op: str, args: tuple) -> str | None:
         args = args[1:2]  # the dtype of patches and weights; gates may have any
     if op == "head_training_loss":
         args = args[:1]  # labels are integers
+    if op.startswith("elbo_loss") and args[op == "elbo_loss_backward"].dtype == torch.bfloat16:
+        return None
     for x in args:
         if isinstance(x, torch.Tensor) and x.dtype not in (torch.float32, torch.float64):
             return f"takes float32 and float64, got {x.dtype}"

@@ -12,7 +12,7 @@ from levit_kernels import BackendError
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
 PRECISIONS = {**DTYPES, "f16": torch.float16}
-REFUSED_BY_CPU = {(op, "bf16") for op in ("latent_distance", "elbo_loss", "task_attention")}
+REFUSED_BY_CPU = {(op, "bf16") for op in ("latent_distance", "task_attention")}
 CASES = [pytest.param(op, sizes, id=f"{op}-{name}") for op in OPS for name, sizes in curated(op)]
 
 
