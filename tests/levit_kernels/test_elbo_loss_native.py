@@ -1,10 +1,14 @@
 """The native elbo_loss: weights in nn.Linear's layout; another layout goes to the composed op."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from op_cases import OPS
+from op_cases import OPS, to_dtype
 
 from levit_kernels import elbo_loss, use_backend
 from levit_kernels.backends import cpu
@@ -88,3 +92,28 @@ def test_other_layouts_are_left_to_torch():
     images, encoder, decoder, beta, noise = arguments("odd", torch.float32)
     with pytest.raises(AssertionError, match="the composed op was called"):
         elbo_loss(images, [x.contiguous() for x in encoder], decoder, beta, noise)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_bfloat16(name):
+    args = arguments(name, torch.bfloat16)
+    losses, exact = elbo_loss(*args), elbo_loss_reference(*to_dtype(args, torch.float64))
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), exact, rtol=0.03, atol=0.03)
+
+
+def test_bfloat16_does_not_depend_on_the_batch():
+    images, *rest = arguments("lanes", torch.bfloat16)
+    together = elbo_loss(images, *rest)
+    for i in (0, 7, 32):
+        assert torch.equal(elbo_loss(images[i : i + 1], *rest)[0], together[i])
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_bfloat16_without_the_instruction(capability):
+    code = "from test_elbo_loss_native import *\nfor name in SIZES:\n    test_bfloat16(name)"
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parents[1])])
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
