@@ -1,68 +1,86 @@
 """`python -m levit_kernels.cuda_static`: what nvcc makes of every CUDA kernel, for GPUs that are not here.
 
-Gated (exit status 1): no warning of the compiler, no register spilled, no local memory. Registers, the warps that an SM
-can hold by them, and matrix instructions are reported; shared memory is chosen at launch (`*Plan` in csrc/cuda). Works
-in a checkout only: installed packages have no sources.
+Gated (exit status 1): no warning of the compiler, no stack, no register spilled, no access of local memory (LDL, STL),
+and blocks that an SM can hold. Everything else is reported: registers and fixed shared memory, then of the published
+size whose blocks take the most shared memory the bytes that the launch asks for and the threads, and how many such
+blocks and warps an SM holds by all of these; "-" where no published size starts the kernel. Works in a checkout only:
+installed packages have no sources.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from ._cuda_launches import Block, build, largest_blocks, plain_name
+from ._occupancy import GPUS, blocks_per_sm
+from ._ptxas import Kernel, read
 
 SOURCES = Path(__file__).parents[1] / "csrc" / "cuda"
 TARGETS = ("sm_80", "sm_90")
 _FLAGS = ["-std=c++20", "-cubin", "-Werror", "all-warnings", "-Xptxas=-v,-warn-spills,-warn-lmem-usage,-Werror"]
-_COLUMNS = ("kernel", "target", "regs", "warps", "barriers", "HMMA", "LDGSTS", "LDSM", "code")
-_WIDTHS = (56, 6, 4, 5, 8, 5, 6, 5, 6)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What one kernel takes on one target; without nvdisasm `instructions` is None."""
-
-    name: str
-    target: str
-    registers: int
-    barriers: int
-    instructions: Counter | None
-
-    @property
-    def warps(self) -> int:
-        """That an SM can hold: 64 Ki registers, dealt out to warps in units of 256, at most 64 warps."""
-        return min(64, 65536 // (-(-self.registers * 32 // 256) * 256))
+_OPCODES = ("HMMA", "LDGSTS", "LDSM", "LDL", "STL")
+_COLUMNS = {
+    **{"kernel": 46, "target": 6, "regs": 4, "stack": 5, "spill": 5, "fixed": 5, "launch": 6, "threads": 7},
+    **{"blocks": 6, "warps": 5, "barriers": 8, "HMMA": 5, "LDGSTS": 6, "LDSM": 5, "LDL": 3, "STL": 3, "code": 6},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one line per kernel and target; 1 if the gate holds one up, else 0."""
     parser = argparse.ArgumentParser(prog="python -m levit_kernels.cuda_static", description=__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="sources whose name contains NAME")
-    parser.add_argument("--targets", nargs="+", default=list(TARGETS), metavar="T", help="default: sm_80 sm_90")
+    parser.add_argument(
+        "--targets", nargs="+", default=list(TARGETS), choices=GPUS, metavar="T", help="default: sm_80 sm_90"
+    )
     options = parser.parse_args(arguments)
     sources = [x for x in sorted(SOURCES.glob("*.cu")) if not options.only or any(y in x.name for y in options.only)]
     if not sources:
         parser.error(f"no sources to compile in {SOURCES}: this works in a checkout")
-    print(_line(_COLUMNS))
-    failed = 0
+    print(_line(list(_COLUMNS)))
+    failed, blocks = 0, launches(options.targets)
     for source in sources:
         for target in options.targets:
             try:
                 for kernel in compile_for(source, target):
-                    print(_line(_cells(kernel)), flush=True)
+                    block = blocks[target].get(kernel.name)
+                    failure = kernel.failure or unlaunchable(kernel, block)
+                    failed += failure is not None
+                    print(_line(_cells(kernel, block)) + (f"  FAILED: {failure}" if failure else ""), flush=True)
             except ValueError as error:
                 failed += 1
                 print(f"{source.name} {target} FAILED:\n{error}", flush=True)
+    if _find_nvdisasm() is None:
+        print("no nvdisasm on PATH, beside nvcc or in triton: no instructions were counted")
     print(f"{failed} failed" if failed else "all within the gate: no warning, nothing spilled, no local memory")
     return int(failed > 0)
+
+
+def launches(targets: Sequence[str]) -> dict[str, dict[str, Block]]:
+    """Target -> kernel -> its largest block at the published sizes."""
+    sources = [path for path in sorted(SOURCES.glob("*.cu")) if path.stem != "device"]  # it starts nothing
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(sources, folder)
+        return {target: largest_blocks(library, target) for target in targets}
+
+
+def occupancy(kernel: Kernel, block: Block) -> tuple[int, int]:
+    """-> blocks, and their warps, that an SM holds."""
+    warps = -(-block.threads // 32)
+    blocks = blocks_per_sm(kernel.target, kernel.registers, kernel.shared + block.shared, warps)
+    return blocks, blocks * warps
+
+
+def unlaunchable(kernel: Kernel, block: Block | None) -> str | None:
+    """Why no SM can hold a block, or None."""
+    return f"no SM holds a block of {block.size}" if block and not occupancy(kernel, block)[0] else None
 
 
 def compile_for(source: Path, target: str) -> Iterator[Kernel]:
@@ -75,13 +93,9 @@ def compile_for(source: Path, target: str) -> Iterator[Kernel]:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             raise ValueError("\n".join(line for line in done.stdout.splitlines() if "ptxas info" not in line))
-        instructions = _instructions(cubin)
-    found = re.findall(
-        r"Compiling entry function '(\w+)'.*?Used (\d+) registers, used (\d+) barriers", done.stdout, re.S
-    )
-    for symbol, registers, barriers in found:
-        counts = None if instructions is None else instructions[symbol]
-        yield Kernel(_plain_name(symbol), target, int(registers), int(barriers), counts)
+        assembly = _assembly(cubin)
+    for kernel in read(done.stdout, assembly, target):
+        yield dataclasses.replace(kernel, name=_demangled(kernel.name))
 
 
 def find_nvcc() -> str:
@@ -94,16 +108,11 @@ def find_nvcc() -> str:
     raise FileNotFoundError("no nvcc in CUDA_HOME, on PATH or among pip's packages (nvidia-cuda-nvcc)")
 
 
-def _instructions(cubin: Path) -> dict[str, Counter] | None:
+def _assembly(cubin: Path) -> str | None:
     disassembler = _find_nvdisasm()
     if disassembler is None:
         return None
-    text = subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    found: dict[str, Counter] = {}
-    for part in re.split(r"^\s*\.section\s+\.text\.", text, flags=re.M)[1:]:
-        opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", part, re.M)
-        found[re.match(r"\w+", part).group()] = Counter(opcodes)
-    return found
+    return subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True).stdout
 
 
 def _find_nvdisasm() -> str | None:
@@ -113,24 +122,25 @@ def _find_nvdisasm() -> str | None:
     return found
 
 
-def _plain_name(symbol: str) -> str:
+def _demangled(symbol: str) -> str:
     filt = shutil.which("c++filt")
     if filt is None:
         return symbol
-    name = subprocess.run([filt, symbol], capture_output=True, text=True).stdout.strip()
-    name = re.sub(r"^void |levit::(gpu::)?|\(.*", "", name)
-    return name.replace("__nv_bfloat16", "bf16").replace("__half", "fp16").replace("float", "fp32")
+    return plain_name(subprocess.run([filt, symbol], capture_output=True, text=True).stdout.strip())
 
 
-def _cells(kernel: Kernel) -> tuple:
+def _cells(kernel: Kernel, block: Block | None) -> tuple:
     counts = kernel.instructions
-    shown = ("-",) * 4 if counts is None else (counts["HMMA"], counts["LDGSTS"], counts["LDSM"], counts.total())
-    return (kernel.name, kernel.target, kernel.registers, kernel.warps, kernel.barriers, *shown)
+    shown = ("-",) * 6 if counts is None else (*(counts[opcode] for opcode in _OPCODES), counts.total())
+    launch = ("-",) * 4 if block is None else (block.shared, block.threads, *occupancy(kernel, block))
+    taken = (kernel.registers, kernel.stack, kernel.spilled, kernel.shared)
+    return (kernel.name, kernel.target, *taken, *launch, kernel.barriers, *shown)
 
 
 def _line(cells: Sequence) -> str:
+    widths = _COLUMNS.values()
     aligned = (
-        str(c).ljust(w) if i < 2 else str(c).rjust(w) for i, (c, w) in enumerate(zip(cells, _WIDTHS, strict=True))
+        str(c).ljust(w) if i < 2 else str(c).rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
     )
     return " ".join(aligned)
 

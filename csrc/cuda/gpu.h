@@ -152,8 +152,10 @@ int launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, void* stre
 #include "../emu/matrix.h"
 
 #define LEVIT_SHARED(name) unsigned char* const name = ::levit::emu::shared_memory()
+#ifndef LEVIT_LAUNCH  // emu/launches.h has its own
 #define LEVIT_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (static_cast<void>(stream), ::levit::emu::launch(grid, block, shared_bytes, [=] { (kernel)(__VA_ARGS__); }))
+#endif
 
 namespace levit::gpu {
 

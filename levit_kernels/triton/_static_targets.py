@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .._occupancy import WARPS, blocks_per_sm
 from .launch import Launch
 
 TARGETS = {
@@ -81,7 +82,7 @@ def compile_for(launch: Launch, target: str, size: str, dtype: str) -> Resources
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     if target.startswith("sm_"):
         registers, spilled, instructions = _nvidia(compiled.asm["cubin"], launch.kernel.__name__)
-        occupancy = _nvidia_occupancy(registers, shared, warps, target)
+        occupancy = blocks_per_sm(target, registers, shared, warps) * warps / WARPS
     else:
         registers, spilled, instructions = _amd(compiled.asm["amdgcn"])
         occupancy = _amd_occupancy(registers, shared, warps)
@@ -150,14 +151,6 @@ def _amd(assembly: str) -> tuple[int, int, Counter]:
     instructions = Counter(m.group(1) for m in found)
     # vgpr_count holds the accumulation registers too: one file of 512 serves both
     return figure("vgpr_count"), max(4 * figure("vgpr_spill_count"), figure("private_segment_fixed_size")), instructions
-
-
-def _nvidia_occupancy(registers: int, shared: int, warps: int, target: str) -> float:
-    """Share of the warps that an SM can hold; 64 warps, 32 blocks and 64 Ki registers on all of these."""
-    capacity = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}[target]
-    by_shared = capacity // (-(-(shared + 1024) // 128) * 128)
-    by_registers = (65536 // 4 // (-(-registers * 32 // 256) * 256)) * 4 // warps
-    return min(64 // warps, 32, by_shared, by_registers) * warps / 64
 
 
 def _amd_occupancy(registers: int, shared: int, warps: int) -> float:

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ._static_calls import CALLS, DTYPES, Call, launches
+from .._published_calls import CALLS, DTYPES, Call
+from ..backends.triton import OPS
 from ._static_targets import TARGETS, Resources, compile_for
 from .expert_attention import useful_share
+from .launch import Launch, listening
 
 _COLUMNS = (
     "kernel",
@@ -61,7 +63,7 @@ def measure(calls: Sequence[Call], targets: Sequence[str], dtypes: Sequence[str]
     for call in calls:
         for dtype in dtypes:
             seen = set()
-            for started in launches(call, DTYPES[dtype]):
+            for started in _launches(call, DTYPES[dtype]):
                 for target in targets:
                     found = compile_for(started, target, call.size, dtype)
                     if found.key not in seen:
@@ -73,6 +75,14 @@ def _useful_share() -> float:
     """Counted from the tiles: tokens, pixels and columns that are not there are multiplied too."""
     patches, w_qkv = (torch.empty(shape, device="meta") for shape in ((256, 16, 192), (32, 100, 3, 3, 100)))
     return useful_share(patches.to(torch.bfloat16), w_qkv)
+
+
+def _launches(call: Call, dtype: torch.dtype) -> list[Launch]:
+    """The kernels that the call would start."""
+    started: list[Launch] = []
+    with listening(lambda launch: bool(started.append(launch))):
+        call.run(OPS, dtype)
+    return started
 
 
 def _cells(found: Resources) -> tuple:

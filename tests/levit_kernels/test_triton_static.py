@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from levit_kernels._published_calls import CALLS, DTYPES
 from levit_kernels.triton import static
-from levit_kernels.triton._static_calls import CALLS, DTYPES
 from levit_kernels.triton._static_targets import TARGETS
 from levit_kernels.triton.expert_attention import pieces, useful_share
 

@@ -4,58 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from . import (
-    batch_norm_fold,
-    dkf_fuse,
-    elbo_loss,
-    expansion_distances,
-    expert_attention,
-    expert_attention_backward,
-    head_training_loss,
-    latent_distance,
-    position_noise,
-    task_attention,
-    task_attention_backward,
-    vae_codes,
-    vae_training_loss,
-)
-from .launch import Launch, listening
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Ops = dict[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
 class Call:
-    """An op, the name of a size, and what runs it for a dtype."""
+    """An op, the name of a size, and what runs it on a backend's ops for a dtype."""
 
     op: str
     size: str
-    run: Callable[[torch.dtype], object]
-
-
-def launches(call: Call, dtype: torch.dtype) -> list[Launch]:
-    """The kernels that the call would start."""
-    started: list[Launch] = []
-    with listening(lambda launch: bool(started.append(launch))):
-        call.run(dtype)
-    return started
+    run: Callable[[Ops, torch.dtype], object]
 
 
 def _new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _dkf_fuse(gate_shape: tuple[int, ...]) -> Callable[[torch.dtype], object]:
+def _dkf_fuse(gate_shape: tuple[int, ...]) -> Callable[[Ops, torch.dtype], object]:
     """A minibatch of 64 out of a memory of 2000, 31 frozen experts, split-mnist."""
 
-    def run(dtype: torch.dtype) -> None:
+    def run(ops: Ops, dtype: torch.dtype) -> None:
         features, index = _new(dtype, 2000, 31, 16, 300), _new(torch.int64, 64)
         gates = _new(torch.float32, *gate_shape)
-        out = dkf_fuse.dkf_fuse(features, gates, index)
-        dkf_fuse.dkf_fuse_backward(out, features, gates, index, [True, True])
+        out = ops["dkf_fuse"](features, gates, index)
+        ops["dkf_fuse_backward"](out, features, gates, index, [True, True])
 
     return run
 
@@ -72,15 +49,15 @@ def _attention_arguments(dtype: torch.dtype, batch: int, experts: int, pixels: i
     )
 
 
-def _expert_attention(*sizes: int | bool) -> Callable[[torch.dtype], object]:
-    return lambda dtype: expert_attention.expert_attention(*_attention_arguments(dtype, *sizes))
+def _expert_attention(*sizes: int | bool) -> Callable[[Ops, torch.dtype], object]:
+    return lambda ops, dtype: ops["expert_attention"](*_attention_arguments(dtype, *sizes))
 
 
-def _expert_attention_backward(*sizes: int | bool) -> Callable[[torch.dtype], object]:
-    def run(dtype: torch.dtype) -> None:
+def _expert_attention_backward(*sizes: int | bool) -> Callable[[Ops, torch.dtype], object]:
+    def run(ops: Ops, dtype: torch.dtype) -> None:
         args = _attention_arguments(dtype, *sizes)
         grad = _new(torch.float32, args[0].shape[0], 16, 300)
-        expert_attention_backward.expert_attention_backward(grad, *args, [], [False] + [True] * 5)
+        ops["expert_attention_backward"](grad, *args, [], [False] + [True] * 5)
 
     return run
 
@@ -96,69 +73,69 @@ def _decoder(dtype: torch.dtype, experts: int) -> list[torch.Tensor]:
     return [x for n, m in shapes for x in (_new(dtype, experts, m, n).transpose(1, 2), _new(dtype, experts, m))]
 
 
-def _latent_distance(dtype: torch.dtype) -> None:
+def _latent_distance(ops: Ops, dtype: torch.dtype) -> None:
     codes, query = _new(dtype, 31, 2000, 50), _new(dtype, 2000, 50)
-    latent_distance.latent_distance_backward(latent_distance.latent_distance(codes, query), codes, query, [True, True])
+    ops["latent_distance_backward"](ops["latent_distance"](codes, query), codes, query, [True, True])
 
 
-def _expansion_distances(dtype: torch.dtype) -> None:
+def _expansion_distances(ops: Ops, dtype: torch.dtype) -> None:
     args = (_new(dtype, 2000, 784), _encoder(dtype, 31), _new(dtype, 2000, 50), _new(dtype, 31, 2000, 50))
-    out = expansion_distances.expansion_distances(*args)
-    expansion_distances.expansion_distances_backward(out, *args, [True] * 11)
+    out = ops["expansion_distances"](*args)
+    ops["expansion_distances_backward"](out, *args, [True] * 11)
 
 
-def _elbo_loss(dtype: torch.dtype) -> None:
+def _elbo_loss(ops: Ops, dtype: torch.dtype) -> None:
     args = (_new(dtype, 256, 784), _encoder(dtype, 32), _decoder(dtype, 32), 0.5, _new(dtype, 10, 50))
-    out = elbo_loss.elbo_loss(*args)
-    elbo_loss.elbo_loss_backward(out, *args, [True] * 16)
+    out = ops["elbo_loss"](*args)
+    ops["elbo_loss_backward"](out, *args, [True] * 16)
 
 
-def _vae_codes(dtype: torch.dtype) -> None:
-    vae_codes.vae_codes(_new(dtype, 10, 784), _encoder(dtype, 31), _new(dtype, 31, 10, 50))
+def _vae_codes(ops: Ops, dtype: torch.dtype) -> None:
+    ops["vae_codes"](_new(dtype, 10, 784), _encoder(dtype, 31), _new(dtype, 31, 10, 50))
 
 
-def _vae_training_loss(dtype: torch.dtype) -> None:
+def _vae_training_loss(ops: Ops, dtype: torch.dtype) -> None:
     layers = [*_encoder(dtype, 1), *_decoder(dtype, 1)]
     weights = [x[0].t() if x.dim() == 3 else x[0] for x in layers]
-    vae_training_loss.vae_training_loss(_new(dtype, 64, 784), weights, 0.5, _new(dtype, 64, 50))
+    ops["vae_training_loss"](_new(dtype, 64, 784), weights, 0.5, _new(dtype, 64, 50))
 
 
-def _head_training_loss(inputs: int, *sizes: int) -> Callable[[torch.dtype], object]:
+def _head_training_loss(inputs: int, *sizes: int) -> Callable[[Ops, torch.dtype], object]:
     """Hidden sizes, then classes."""
 
-    def run(dtype: torch.dtype) -> None:
+    def run(ops: Ops, dtype: torch.dtype) -> None:
         weights, width = [], inputs
         for size in sizes:
             weights += [_new(dtype, size, width), _new(dtype, size), _new(dtype, size)]
             width = size
         features, labels = _new(dtype, 64, inputs), _new(torch.int64, 64)
-        head_training_loss.head_training_loss(features, labels, weights[:-1], 0.2, 1e-5)
+        ops["head_training_loss"](features, labels, weights[:-1], 0.2, 1e-5)
 
     return run
 
 
-def _batch_norm_fold(pixels: int) -> Callable[[torch.dtype], object]:
-    def run(dtype: torch.dtype) -> None:
+def _batch_norm_fold(pixels: int) -> Callable[[Ops, torch.dtype], object]:
+    def run(ops: Ops, dtype: torch.dtype) -> None:
         weight, rows = _new(dtype, 100, pixels), [_new(dtype, 100) for _ in range(5)]
         running = (*rows[3:], _new(torch.int64))
-        w, b, *kept = batch_norm_fold.batch_norm_fold(_new(dtype, 1024, pixels), weight, *rows[:3], running, 0.1, 1e-5)
-        batch_norm_fold.batch_norm_fold_backward(w, b, weight, rows[0], *kept)
+        w, b, *kept = ops["batch_norm_fold"](_new(dtype, 1024, pixels), weight, *rows[:3], running, 0.1, 1e-5)
+        ops["batch_norm_fold_backward"](w, b, weight, rows[0], *kept)
 
     return run
 
 
-def _position_noise(dtype: torch.dtype) -> None:
-    position_noise.position_noise(_new(torch.int64, 10), _new(torch.int64, 31), 50, 0, dtype)
+def _position_noise(ops: Ops, dtype: torch.dtype) -> None:
+    ops["position_noise"](_new(torch.int64, 10), _new(torch.int64, 31), 50, 0, dtype)
 
 
-def _task_attention(batch: int, tokens: int, length: int) -> Callable[[torch.dtype], object]:
+def _task_attention(batch: int, tokens: int, length: int) -> Callable[[Ops, torch.dtype], object]:
     """The presets of DyTox, 12 heads of 32 columns."""
 
-    def run(dtype: torch.dtype) -> None:
+    def run(ops: Ops, dtype: torch.dtype) -> None:
         weights = [_new(dtype, 384, 384) for _ in range(4)]
         args = (_new(dtype, tokens, 384), _new(dtype, batch, length, 384), *weights, _new(dtype, 384), 12, None)
-        out = task_attention.task_attention(*args)
-        task_attention_backward.task_attention_backward(out, *args, [True] * 7)
+        out = ops["task_attention"](*args)
+        ops["task_attention_backward"](out, *args, [True] * 7)
 
     return run
 
