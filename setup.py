@@ -68,9 +68,10 @@ class BuildNative(build_ext):
 
         cuda_library = library.with_name("_cuda.so")
         info["torch"] = torch.version if torch else ""
-        info["cuda"], info["cuda_reason"] = False, ""
+        info |= {"cuda": False, "cuda_architectures": [], "cuda_reason": ""}
         try:
-            info["cuda_reason"] = build_cuda(sorted(glob.glob("csrc/cuda/*.cu")), torch, cuda_library, run)
+            built = build_cuda(sorted(glob.glob("csrc/cuda/*.cu")), torch, cuda_library, run)
+            info["cuda_architectures"], info["cuda_reason"] = built
             info["cuda"] = True
         except (LookupError, subprocess.CalledProcessError) as error:
             info["cuda_reason"] = describe(error)

@@ -20,8 +20,8 @@ BYTES_PER_JOB = 2 << 30  # what nvcc takes at most for one of the sources
 Runner = Callable[[list[str]], None]
 
 
-def build_cuda(sources: Sequence[str], torch: Torch | None, library: Path, run: Runner) -> str:
-    """Builds the library and says how. `run` raises CalledProcessError where a command fails.
+def build_cuda(sources: Sequence[str], torch: Torch | None, library: Path, run: Runner) -> tuple[list[str], str]:
+    """Builds the library -> the codes in it (see `codes`), and how. `run` raises CalledProcessError where one fails.
 
     Raises LookupError saying why not: LEVIT_CUDA=0, no nvcc that fits torch, no architecture that nvcc knows.
     """
@@ -47,7 +47,7 @@ def build_cuda(sources: Sequence[str], torch: Torch | None, library: Path, run: 
         linked = f"{library}.new"  # a process that runs the older build keeps it
         run([*command, "-shared", *objects, "-o", linked])
         os.replace(linked, library)
-    return f"built for {', '.join('sm_' + name for name, _ in chosen)}; {found}"
+    return codes(chosen), f"built for {', '.join('sm_' + name for name, _ in chosen)}; {found}"
 
 
 def wanted_cuda() -> str:
@@ -73,6 +73,11 @@ def architectures(asked: str, known: Sequence[str]) -> list[tuple[str, bool]]:
         raise LookupError(f"of the architectures {asked} none is sm_80 or newer and known to nvcc")
     name, _ = chosen[-1]
     return [*chosen[:-1], (name, True)]
+
+
+def codes(chosen: Sequence[tuple[str, bool]]) -> list[str]:
+    """What the library holds: machine code as "sm_80", PTX as "compute_90"."""
+    return [f"sm_{name}" for name, _ in chosen] + [f"compute_{name}" for name, ptx in chosen if ptx]
 
 
 def jobs() -> int:

@@ -47,7 +47,8 @@ def available() -> tuple[bool, str]:
 
 
 def build_info() -> dict[str, Any]:
-    """What setup.py recorded: built, reason, compiler, flags, torch, cuda, cuda_reason, date.
+    """What setup.py recorded: built, reason, compiler, flags, torch, cuda, cuda_architectures,
+    cuda_reason, date.
 
     Without a record (a checkout that was never installed) only `built` and `reason` are there.
     """

@@ -43,6 +43,10 @@ def test_architectures_that_cannot_be_built(cuda_library, asked, reason):
         cuda_library.architectures(asked, KNOWN)
 
 
+def test_what_the_library_holds_is_told(cuda_library):
+    assert cuda_library.codes([("80", False), ("90a", True)]) == ["sm_80", "sm_90a", "compute_90a"]
+
+
 def test_levit_cuda(cuda_library, monkeypatch, tmp_path):
     monkeypatch.setenv("LEVIT_CUDA", "0")
     with pytest.raises(LookupError, match="LEVIT_CUDA=0"):
@@ -71,4 +75,6 @@ def test_the_library_loads_without_a_gpu_or_says_why_it_is_not_there():
     for op in ("expert_attention", "dkf_fuse", "latent_distance", "task_attention"):
         assert getattr(library, f"levit_{op}") and getattr(library, f"levit_{op}_backward")
     assert library.levit_elbo_loss and library.levit_expansion_distances
+    assert info["cuda_architectures"] and library.levit_runtime_version() >= 12000
+    assert library.levit_driver_version() >= 0  # 0 without a driver
     assert b"older" in library.levit_error_text(35) and b"TORCH_CUDA_ARCH_LIST" in library.levit_error_text(209)

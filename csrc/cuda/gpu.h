@@ -121,7 +121,16 @@ __device__ __forceinline__ void require(bool holds) {
   if (!holds) __trap();
 }
 
-inline int use_device(int device) { return cudaSetDevice(device); }
+// An error that is told is forgotten: else the next launch would be blamed for it.
+inline int status_of(cudaError_t result) { return result == cudaSuccess ? result : cudaGetLastError(); }
+
+inline int use_device(int device) { return status_of(cudaSetDevice(device)); }
+
+constexpr int kRuntimeVersion = CUDART_VERSION;
+inline int driver_version() {
+  int version = 0;
+  return status_of(cudaDriverGetVersion(&version)) ? 0 : version;
+}
 
 inline const char* error_text(int status) {
   if (status == cudaErrorNoKernelImageForDevice) {
@@ -135,9 +144,10 @@ inline const char* error_text(int status) {
 template <class Kernel, class... Arguments>
 int launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, void* stream, const Arguments&... arguments) {
   if (shared_bytes > 48 << 10) {  // more must be asked for
-    const cudaError_t refused = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                     cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
-    if (refused != cudaSuccess) return refused;
+    const int refused =
+        status_of(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
+    if (refused) return refused;
   }
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments...);
   return cudaGetLastError();
@@ -164,6 +174,8 @@ uint32_t pack(float first, float second) {
   return from_float<T>(first).bits | static_cast<uint32_t>(from_float<T>(second).bits) << 16;
 }
 inline int use_device(int) { return 0; }
+constexpr int kRuntimeVersion = 0;
+inline int driver_version() { return 0; }
 inline const char* error_text(int) { return emu::failure(); }
 inline void require(bool holds, LEVIT_CALLER) { emu::require(holds, {file, line}); }
 template <int kBytes>

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..cuda.runtime import OLDEST, TYPES, current, substituted
+from ..cuda.runtime import TYPES, current, substituted
+from ..cuda.support import no_code, no_gpu
+from . import triton as triton_backend
 from .gpu_choice import prefers_cuda
 from .registry import Backend, device_of, forced
 
@@ -50,10 +52,9 @@ def unavailable() -> str | None:
 @functools.cache
 def _unavailable() -> str | None:
     try:
-        current()
+        return no_gpu(current().library)
     except RuntimeError as error:
         return str(error)
-    return None if torch.cuda.is_available() else "torch sees no GPU"
 
 
 def serves(device: str) -> bool:
@@ -66,8 +67,9 @@ def refuse(op: str, args: tuple) -> str | None:
     device = device_of(args)
     if not current().serves(device):
         return f"the tensors are on {device}"
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < OLDEST:
-        return f"needs sm_80 or newer, {torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}"
+    if device.type == "cuda" and (reason := _cannot_run_on(device)):
+        left_to = "Triton" if op in triton_backend.OPS and triton_backend.unavailable() is None else "plain torch"
+        return f"{reason}; left to {left_to}"
     for x in tree_leaves(args):
         if not isinstance(x, torch.Tensor):
             continue
@@ -79,6 +81,12 @@ def refuse(op: str, args: tuple) -> str | None:
         return reason
     preferred, reason = prefers_cuda(op, args, device)
     return None if preferred else reason
+
+
+@functools.cache
+def _cannot_run_on(device: torch.device) -> str | None:
+    reason = no_code(torch.cuda.get_device_capability(device))
+    return reason and f"{reason} ({torch.cuda.get_device_name(device)})"
 
 
 def explain(op: str, args: tuple) -> str:

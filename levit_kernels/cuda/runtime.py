@@ -14,9 +14,9 @@ from .. import native
 from ..gates import broadcast_strides, expand
 
 LIBRARY = Path(__file__).parents[1] / "_cuda.so"
-OLDEST = (8, 0)  # compute capability: cp.async, ldmatrix and bfloat16 matrix products
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # LevitType of csrc/cuda/types.h
 DOES_NOT_FIT = -1
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 class Gates(ctypes.Structure):
@@ -56,7 +56,10 @@ class Runtime:
         return Gates() if gates is None else Gates(self.source(gates), *broadcast_strides(expand(gates)))
 
     def start(self, function: str, call: ctypes.Structure, device: torch.device) -> None:
-        """Raises RuntimeError if the kernels cannot be started; nothing is written then."""
+        """Raises RuntimeError if not all kernels of a call can be started, OutOfMemoryError if memory is why.
+
+        Nothing is half-written then: results are new tensors that nobody has seen.
+        """
         stream = torch.cuda.current_stream(device).cuda_stream
         with torch.cuda.device(device):
             status = self.library.levit_use_device(torch.cuda.current_device())
@@ -64,11 +67,12 @@ class Runtime:
         self.check(function, status)
 
     def check(self, function: str, status: int) -> None:
-        """Raises RuntimeError unless the status is that of a success."""
+        """Raises RuntimeError, or OutOfMemoryError, which is one, unless the status is that of a success."""
         if status == DOES_NOT_FIT:
             raise RuntimeError(f"{function}: no block can hold these sizes")
         if status:
-            raise RuntimeError(f"{function}: {self.library.levit_error_text(status).decode()}")
+            kind = torch.OutOfMemoryError if status == OUT_OF_MEMORY else RuntimeError
+            raise kind(f"{function}: {self.library.levit_error_text(status).decode()}")
 
 
 _substitute: Runtime | None = None
