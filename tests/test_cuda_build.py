@@ -78,3 +78,4 @@ def test_the_library_loads_without_a_gpu_or_says_why_it_is_not_there():
     assert info["cuda_architectures"] and library.levit_runtime_version() >= 12000
     assert library.levit_driver_version() >= 0  # 0 without a driver
     assert b"older" in library.levit_error_text(35) and b"TORCH_CUDA_ARCH_LIST" in library.levit_error_text(209)
+    assert b"translate the PTX" in library.levit_error_text(222)

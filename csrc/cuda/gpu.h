@@ -138,6 +138,10 @@ inline const char* error_text(int status) {
            "TORCH_CUDA_ARCH_LIST";
   }
   if (status == cudaErrorInsufficientDriver) return "the NVIDIA driver is older than the CUDA runtime of the kernels";
+  if (status == cudaErrorUnsupportedPtxVersion) {
+    return "the NVIDIA driver is too old to translate the PTX of the CUDA kernels; update it, or reinstall levit-kernels "
+           "with this GPU's architecture in TORCH_CUDA_ARCH_LIST";
+  }
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
 
