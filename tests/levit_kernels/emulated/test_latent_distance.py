@@ -27,14 +27,17 @@ def test_distance(emulator, size, dtype):
     torch.testing.assert_close(cuda.latent_distance(codes, query), expected.float())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_gradients(emulator, size, dtype):
-    codes, query = case(dtype, size)
+def assert_gradients(codes, query):
     out, pull = torch.func.vjp(latent_distance_reference, codes.double(), query.double())
     grad = torch.randn(out.shape)
     for got, expected in zip(backward(grad, codes, query), pull(grad.double()), strict=True):
-        torch.testing.assert_close(got, expected.to(dtype))
+        torch.testing.assert_close(got, expected.to(got.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients(emulator, size, dtype):
+    assert_gradients(*case(dtype, size))
 
 
 def test_gradient_at_distance_zero_is_zero(emulator):
@@ -50,4 +53,5 @@ def test_schedules(emulator, seed):
     codes, query = case(torch.float32, "published")
     expected = latent_distance_reference(codes.double(), query.double())
     torch.testing.assert_close(cuda.latent_distance(codes, query), expected.float())
+    assert_gradients(codes, query)
     assert not emulator.switches("latent_distance.cuh"), "no thread of these kernels waits for another"
