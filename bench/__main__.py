@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench import report
 from bench.bars import BARS, Bar, judge
-from bench.cases import CASES, select
+from bench.cases import CASES, SLOW, select
 from bench.ceilings import Ceilings, update
 from bench.harness import Case, run, shares
 from bench.measures import Measurements
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(options.threads) < 1 or options.seconds <= 0:
         parser.error("--threads and --seconds: expected positive numbers")
     if options.bars:
-        return bars(BARS, options.only, Measurements(CASES, options.threads, options.seconds), options.out)
+        return bars(BARS, options.only, Measurements(CASES | SLOW, options.threads, options.seconds), options.out)
     try:
         chosen = select(options.only)
     except ValueError as error:

@@ -14,6 +14,7 @@ from bench.measures import (
     growth,
     most_experts,
     over,
+    over_compiled,
     over_projection,
     per_task,
     share,
@@ -154,6 +155,9 @@ BARS: tuple[Bar, ...] = (
     *_each("E", "the same in bf16, all to last", speedup("inference K=32 B=256 last bf16"), "x", 10),
     *_each("E", "the same in bf16, uniform", speedup("inference K=32 B=256 bf16"), "x", 12),
     *_each("E", "routed inference, K=32, 1 image", speedup("inference K=32 B=1"), "x", 5),
+    *_each("E", "Algorithm 1 step, K=8, over torch.compile", over_compiled("compiled step K=8"), "x", 1),
+    *_each("E", "routed inference, K=8, over torch.compile", over_compiled("compiled inference K=8 B=256"), "x", 1),
+    *_each("E", "routed inference, K=32, over torch.compile", over_compiled("compiled inference K=32 B=256"), "x", 1),
     *_one_and_two(
         "H",
         "task_attention, 50 tokens, over separate passes",

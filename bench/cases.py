@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from bench import model_cases, op_cases, task_cases
+from bench import compile_cases, model_cases, op_cases, task_cases
 from bench.harness import Case
 
 Builder = Callable[[], Case]
@@ -27,12 +27,21 @@ FOR_BARS: dict[str, Builder] = {
 }
 
 CASES: dict[str, Builder] = STEPS | INFERENCE | OPS | FOR_BARS
+SLOW: dict[str, Builder] = {
+    "compiled step K=8": partial(compile_cases.step, 8),
+    **{f"compiled inference K={k} B=256": partial(compile_cases.inference, k, 256) for k in (8, 32)},
+}
+"""Minutes each, so they are left out unless a name fits nothing else."""
 
 
 def select(names: Iterable[str] = ()) -> dict[str, Builder]:
-    """Cases whose title contains one of `names`; all of them without a name. `ValueError` if a name fits none."""
+    """Cases whose title contains one of `names`; all of `CASES` without a name. `ValueError` if a name fits none."""
     names = list(names)
+    chosen = dict.fromkeys([] if names else CASES)
     for name in names:
-        if not any(name.lower() in title.lower() for title in CASES):
-            raise ValueError(f"--only: expected a part of one of {', '.join(CASES)}; got {name!r}")
-    return {t: build for t, build in CASES.items() if not names or any(n.lower() in t.lower() for n in names)}
+        fitting = [title for title in CASES if name.lower() in title.lower()]
+        fitting = fitting or [title for title in SLOW if name.lower() in title.lower()]
+        if not fitting:
+            raise ValueError(f"--only: expected a part of one of {', '.join(CASES | SLOW)}; got {name!r}")
+        chosen |= dict.fromkeys(fitting)
+    return {title: build for title, build in (CASES | SLOW).items() if title in chosen}

@@ -28,7 +28,7 @@ class Case:
     `flops` and `bytes` are the least that the work needs, per call; one number for all variants, or one per variant.
     `check(output, expected)` raises if an output is wrong; expected is what `expected(variant)` returns, by default
     the output of the baseline. One call of a variant may do the work `calls` times; times are then per work.
-    `absent` says of variants that cannot run here why.
+    `absent` says of variants that cannot run here why. `threads`: the only thread counts to measure, None for any.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Case:
     expected: Callable[[str], Any] | None = None
     calls: int = 1
     absent: Mapping[str, str] = field(default_factory=dict)
+    threads: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.baseline not in self.variants:
@@ -55,6 +56,7 @@ class Row:
 
     `status` is "ok" or the reason why the variant was not timed. `fma_share` and `read_share` are the fractions of the
     ceilings that the declared work fills; their sum is the share of the floor flops / FMA peak + bytes / bandwidth.
+    `first` is the checked call, before all timing: compilation, and whatever else a variant does once.
     """
 
     case: str
@@ -72,6 +74,7 @@ class Row:
     gbs: float | None = None
     fma_share: float | None = None
     read_share: float | None = None
+    first: float | None = None
 
 
 def run(
@@ -84,17 +87,18 @@ def run(
 
     `cases` may be a generator: each case is dropped before the next one is built. For shares of ceilings see `shares`.
     """
-    counts = [threads] if isinstance(threads, int) else list(threads)
+    wanted = [threads] if isinstance(threads, int) else list(threads)
     rows: list[Row] = []
     for case in cases:
+        counts = [count for count in wanted if case.threads is None or count in case.threads]
         # All checks come before all timing: a variant with state (a training step) has then taken the same few steps.
-        failures = {}
+        checks = {}
         for count in counts:
             with thread_count(count):
-                failures[count] = _check(case)
+                checks[count] = _check(case)
         for count in counts:
             with thread_count(count):
-                rows += _time(case, count, failures[count], seconds, min_rounds)
+                rows += _time(case, count, *checks[count], seconds, min_rounds)
     return rows
 
 
@@ -154,9 +158,10 @@ def interleave(
     return times
 
 
-def _check(case: Case) -> dict[str, str]:
-    """Why each wrong variant must not be timed."""
+def _check(case: Case) -> tuple[dict[str, str], dict[str, float]]:
+    """Why each wrong variant must not be timed; the seconds of every variant's call."""
     failures: dict[str, str] = {}
+    seconds: dict[str, float] = {}
     order = [case.baseline, *(name for name in case.variants if name != case.baseline)]
     reference: Any = None
     for name in order:
@@ -164,17 +169,26 @@ def _check(case: Case) -> dict[str, str]:
             failures[name] = "not checked: the baseline failed"
             continue
         try:
+            begin = time.perf_counter()
             output = case.variants[name]()
+            seconds[name] = time.perf_counter() - begin
             if name == case.baseline:
                 reference = output
             case.check(output, case.expected(name) if case.expected else reference)
         except Exception as error:  # whatever a variant raises is a finding to report, not the end of the run
             message = " ".join(str(error).split())
             failures[name] = f"check failed: {type(error).__name__}: {message[:160]}"
-    return failures
+    return failures, seconds
 
 
-def _time(case: Case, threads: int, failures: Mapping[str, str], seconds: float, min_rounds: int) -> list[Row]:
+def _time(
+    case: Case,
+    threads: int,
+    failures: Mapping[str, str],
+    first: Mapping[str, float],
+    seconds: float,
+    min_rounds: int,
+) -> list[Row]:
     sound = {name: call for name, call in case.variants.items() if name not in failures}
     times = {name: np.asarray(t) / case.calls for name, t in interleave(sound, seconds, min_rounds).items()}
     medians = {name: float(np.median(t)) for name, t in times.items()}
@@ -197,6 +211,7 @@ def _time(case: Case, threads: int, failures: Mapping[str, str], seconds: float,
                 speedup=medians[case.baseline] / median if case.baseline in medians else None,
                 gflops=_rate(case.flops, name, median),
                 gbs=_rate(case.bytes, name, median),
+                first=first[name],
             )
         )
     return rows

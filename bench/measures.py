@@ -110,6 +110,19 @@ def over(title: str, variant: str, other: str) -> Measure:
     return figure
 
 
+def over_compiled(title: str) -> Measure:
+    """How many times faster the fused model is than the reference under torch.compile."""
+
+    def figure(measured: Measurements, threads: int | None) -> Figure:
+        fused, compiled, eager = (measured.row(title, name, threads) for name in ("fused", "compile", "reference"))
+        times = (
+            f"{fused.median * 1e3:.1f} ms, compiled {compiled.median * 1e3:.1f} ms, eager {eager.median * 1e3:.1f} ms"
+        )
+        return Figure(compiled.median / fused.median, f"{times}, compilation {compiled.first:.0f} s")
+
+    return figure
+
+
 def share(title: str, ceiling: str, variant: str = "cpu") -> Measure:
     """Per cent of a ceiling, `fma`, `bf16_dot` or `read`, measured in the same run."""
 

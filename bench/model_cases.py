@@ -157,7 +157,7 @@ def inference(experts: int, batch: int, to_last: bool = False, precision: str = 
     them all; the real routes are computed all the same.
     """
     routes = torch.full((batch,), experts - 1) if to_last else uniform_routes(experts, batch)
-    variants = {kind: _predict(build(kind, experts, precision), routes, batch) for kind in ("reference", "fused")}
+    variants = {kind: predictor(build(kind, experts, precision), routes, batch) for kind in ("reference", "fused")}
     calls = len(routes) // batch
     needed = work.routed_inference
     total = sum((needed(config(experts), experts, part.tolist()) for part in routes.split(batch)), work.Work())
@@ -185,10 +185,11 @@ def prepare_inference(kind: str, experts: int, batch: int) -> tuple[Callable[[],
     routes = uniform_routes(experts, batch)
     model = build(kind, experts)
     few = min(8, batch)
-    return _predict(model, routes[:few], few), _predict(model, routes, batch)
+    return predictor(model, routes[:few], few), predictor(model, routes, batch)
 
 
-def _predict(model: torch.nn.Module, routes: Tensor, batch: int) -> Callable[[], Tensor]:
+def predictor(model: torch.nn.Module, routes: Tensor, batch: int) -> Callable[[], Tensor]:
+    """Routed inference of as many images, `batch` at a time, that computes its own routes and then takes these."""
     images = _images(model.cfg, len(routes), torch.Generator().manual_seed(4))
     score = type(model).route
 
