@@ -22,8 +22,8 @@ from bench.harness import Case
 
 THREADS = (1,)
 TOGETHER = {8: 8, 32: 1}
-"""Experts of one graph, by K. One graph of all takes minutes for 8 and would take 20 or more for 32, where each gets its
-own: they share nothing but the stacking of what they say, so there is little to lose, and Inductor reuses C++ code."""
+"""Experts of one graph, by K. One graph of all takes minutes for 8 and would take 20 or more for 32; those get a graph
+each, as they share nothing but the stacking of what they say, and Inductor reuses C++ code that it compiled before."""
 
 
 def inference(experts: int, batch: int) -> Case:
