@@ -133,7 +133,7 @@ def native_python(folder, width, *arguments):
 
 
 def test_the_native_ops(native_project, width):
-    status, told = native_python(native_project, width, "-m", "pytest", "-q", *NATIVE_TESTS)
+    status, told = native_python(native_project, width, "-m", "pytest", "-q", "--capture=sys", *NATIVE_TESTS)
     assert status == 0 and "Sanitizer" not in told and "runtime error" not in told and " passed" in told, told[-20000:]
 
 
