@@ -35,11 +35,15 @@ SLOW: dict[str, Builder] = {
 
 
 def select(names: Iterable[str] = ()) -> dict[str, Builder]:
-    """Cases whose title contains one of `names`; all of `CASES` without a name. `ValueError` if a name fits none."""
+    """Cases with one of `names` for a title, else all that contain it; all of `CASES` without a name.
+
+    `ValueError` if a name fits none.
+    """
     names = list(names)
     chosen = dict.fromkeys([] if names else CASES)
     for name in names:
-        fitting = [title for title in CASES if name.lower() in title.lower()]
+        fitting = [title for title in CASES if name.lower() == title.lower()]
+        fitting = fitting or [title for title in CASES if name.lower() in title.lower()]
         fitting = fitting or [title for title in SLOW if name.lower() in title.lower()]
         if not fitting:
             raise ValueError(f"--only: expected a part of one of {', '.join(CASES | SLOW)}; got {name!r}")

@@ -126,8 +126,8 @@ def test_a_step_with_one_wrong_frozen_expert_fails_its_check(
 ) -> None:
     build = model_cases.build
 
-    def damaged(kind: str, experts: int) -> torch.nn.Module:
-        model = build(kind, experts)
+    def damaged(kind: str, experts: int, precision: str) -> torch.nn.Module:
+        model = build(kind, experts, precision)
         if kind == "fused" and key:
             state = model.state_dict()
             state[f"experts.1.{key}"].zero_()
