@@ -103,7 +103,7 @@ Training<T> prepare(const Arguments& of) {
   step.batch = of.patches.size(0), step.tokens = of.patches.size(1), step.pixels = of.patches.size(2);
   step.heads = of.w_qkv.size(1), step.depth = of.w_qkv.size(2), step.width = of.w_qkv.size(3);
   step.slope = static_cast<T>(of.negative_slope);
-  step.folded = folding_saves(step.batch * step.tokens, step.width, step.depth);
+  step.folded = folding_saves<T>(step.batch * step.tokens, step.width, step.heads, step.depth);
   step.patches = data<T>(of.patches);
   step.w_embed = data<T>(of.w_embed), step.b_embed = data<T>(of.b_embed);
   step.w_qkv = data<T>(of.w_qkv), step.b_qkv = data<T>(of.b_qkv);

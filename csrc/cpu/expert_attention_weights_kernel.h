@@ -44,9 +44,12 @@ struct Training {
   }
 };
 
-// Whether one product of tokens with a [Q, Q] matrix per head is cheaper than two with [Q, d], the matrix included.
-inline bool folding_saves(int64_t tokens, int64_t width, int64_t depth) {
-  return 2 * depth > width && tokens * (2 * depth - width) > width * depth;
+// Whether one product of tokens with a [Q, Q] matrix per head is cheaper than two with [Q, d], the matrix included, and
+// the matrix can be computed where the weights lie: the vector that ends a query's row runs into the keys' and values'.
+template <class T>
+bool folding_saves(int64_t tokens, int64_t width, int64_t heads, int64_t depth) {
+  constexpr int64_t kMostLanes = kAlignment / sizeof(T);
+  return 2 * depth > width && tokens * (2 * depth - width) > width * depth && 2 * heads * depth * width >= kMostLanes;
 }
 
 enum class Phase { kFold, kForward, kBackward, kWeights, kUnfold };

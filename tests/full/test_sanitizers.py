@@ -59,7 +59,8 @@ NATIVE_FLAGS = (
 NATIVE_TESTS = ("tests/levit_kernels", "--ignore-glob=*/emulated", "--ignore-glob=*triton*", "--ignore-glob=*cuda*")
 # Kernels with a target of their own run here as they are shipped, one per width. A LEVIT_MULTIVERSION function, which
 # is one loop whatever its vectors, is compiled once, for the plainest: the choice among its clones comes too early for
-# a sanitizer. What the vectorizer makes of such a loop is not looked at.
+# a sanitizer. What the vectorizer makes of such a loop is not looked at, nor are steps from one part of a thread's
+# scratch memory into the next.
 WIDTHS = {"avx512": "Kernel<float, 16", "avx2": "Kernel<float, 8", "default": "Kernel<float, 4"}
 NATIVE_FAULTS = """
 import sys

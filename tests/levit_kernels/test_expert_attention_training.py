@@ -22,6 +22,7 @@ SIZES = {  # folding pays where B N (2 d - Q) > Q d
     "wide-tokens-are-not-folded": dict(B=8, N=16, P=20, Q=40, H=4, d=10),
     "few-tokens-are-not-folded": dict(B=2, N=9, P=17, Q=50, H=2, d=50),
     "several-chunks-of-tokens": dict(B=40, N=16, P=33, Q=20, H=2, d=20),
+    "weights-of-less-than-a-vector": dict(B=3, N=2, P=2, Q=1, H=3, d=1),
 }
 CLOSE = {torch.float32: dict(rtol=1e-3, atol=1e-4), torch.float64: dict(rtol=1e-11, atol=1e-11)}
 
