@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -107,6 +108,14 @@ def _task_case(tokens: int, batch: int) -> GpuCase:
     )
 
 
+def _training_case(
+    op: str, batch: int, make: Callable[[int, str, torch.dtype], tuple], weights: int, constant: tuple[int, ...] = ()
+) -> GpuCase:
+    """All weights are read, and all their gradients written."""
+    flops = 2 * (1 + work.BACKWARD) * batch * weights
+    return GpuCase(op, f"mnist B={batch}, with gradients", partial(make, batch), flops, 2 * weights, constant)
+
+
 def cases(experts: int = 32, batch: int = 64) -> list[GpuCase]:
     """Most important first."""
     store = batch * (experts - 1) * CFG.num_patches * CFG.feature_dim
@@ -137,21 +146,8 @@ def cases(experts: int = 32, batch: int = 64) -> list[GpuCase]:
             experts * work.encoder_weights(CFG),
         ),
         *(_task_case(tokens, 2 * batch) for tokens in (50, 5)),  # over projected patches, and folded
-        GpuCase(
-            "vae_training_loss",
-            f"mnist B={batch}, with gradients",
-            partial(_vae_training, batch),
-            2 * (1 + work.BACKWARD) * batch * work.vae_weights(CFG),
-            2 * work.vae_weights(CFG),
-            constant=(0, 3),
-        ),
-        GpuCase(
-            "head_training_loss",
-            f"mnist B={batch}, with gradients",
-            partial(_head_training, batch),
-            2 * (1 + work.BACKWARD) * batch * work.head_weights(CFG),
-            2 * work.head_weights(CFG),
-        ),
+        _training_case("vae_training_loss", batch, _vae_training, work.vae_weights(CFG), constant=(0, 3)),
+        _training_case("head_training_loss", batch, _head_training, work.head_weights(CFG)),
     ]
     cifar = per_image + 2 * CFG.num_patches * (192 - CFG.patch_dim) * CFG.embed_dim
     return [

@@ -39,13 +39,7 @@ LEVIT_INLINE void dense_columns(const Layer<T>& layer, int64_t k, const typename
   const Sum* bias = layer.bias + k * layer.out;
   Products<T, kWidth>::template all_channels<kChannels, kVectors>(
       layer.out, Product<T>{w, layer.in, Number::kInputs, x, columns, layer.in}, next,
-      [&]<int C>(int64_t c, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-        for (int n = 0; n < C; ++n) {
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) sums[n][v] = V{} + bias[c + n];
-        }
-      },
+      FromBias<Sum>{bias},
       [&]<int C>(int64_t c, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
         for (int n = 0; n < C; ++n) {

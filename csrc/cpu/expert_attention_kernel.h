@@ -75,13 +75,7 @@ struct Kernel : private Products<T, kWidth> {
                                            const T* after) {
     Kernel::template all_channels<kChannels, kVectors>(
         channels, of, after,
-        [&]<int C>(int64_t c, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-          for (int n = 0; n < C; ++n) {
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; ++v) sums[n][v] = V{} + bias[c + n];
-          }
-        },
+        FromBias<Sum>{bias},
         [&]<int C>(int64_t c, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
           if (slope != 1) {
 #pragma GCC unroll 16

@@ -32,18 +32,6 @@ LEVIT_INLINE void store_part(T* to, const V& lanes, int64_t count) {
   }
 }
 
-// Where sums begin, for Products and Rows
-struct FromZero {
-  template <class V, int C, int kVectors>
-  LEVIT_INLINE void operator()(int64_t, V (&sums)[C][kVectors]) const {
-#pragma GCC unroll 16
-    for (int n = 0; n < C; ++n) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sums[n][v] = V{};
-    }
-  }
-};
-
 // Several rows at a time: kChannels, and for the rest fewer.
 template <class T, int kWidth, int kChannels>
 struct Rows : private Products<T, kWidth> {

@@ -19,6 +19,32 @@ struct Product {
   int64_t stride, inputs;
 };
 
+// Where sums begin, for Products and Rows
+struct FromZero {
+  template <class V, int C, int kVectors>
+  LEVIT_INLINE void operator()(int64_t, V (&sums)[C][kVectors]) const {
+#pragma GCC unroll 16
+    for (int n = 0; n < C; ++n) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[n][v] = V{};
+    }
+  }
+};
+
+template <class Sum>
+struct FromBias {
+  const Sum* bias;  // [channels]
+
+  template <class V, int C, int kVectors>
+  LEVIT_INLINE void operator()(int64_t c, V (&sums)[C][kVectors]) const {
+#pragma GCC unroll 16
+    for (int n = 0; n < C; ++n) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[n][v] = V{} + bias[c + n];
+    }
+  }
+};
+
 template <class T, int kWidth>
 struct Products : protected Words<T, kWidth> {
   using Number = Words<T, kWidth>;

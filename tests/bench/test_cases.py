@@ -120,9 +120,10 @@ def test_inference_takes_the_forced_routes_and_computes_the_real_ones(
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("key", "status"), [(None, "ok"), ("norm.running_mean", "check"), ("vae.mu.bias", "check")])
 def test_a_step_with_one_wrong_frozen_expert_fails_its_check(
-    key: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+    key: str | None, status: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = model_cases.build
 
@@ -135,7 +136,7 @@ def test_a_step_with_one_wrong_frozen_expert_fails_its_check(
         return model
 
     monkeypatch.setattr(model_cases, "build", damaged)
-    reference, fused = run([model_cases.step(3)], seconds=0.0, min_rounds=1)
+    reference, fused = run([model_cases.step(3, precision)], seconds=0.0, min_rounds=1)
     assert reference.status == "ok" and fused.status.startswith(status)
 
 

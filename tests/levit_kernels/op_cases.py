@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -250,6 +253,18 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "expanded":
         return x[:1].expand_as(x)
     return x.contiguous()
+
+
+def run_with_vectors(capability: str, code: str) -> None:
+    """Runs code beside these tests in a Python of its own, with vectors that this machine would not choose by itself:
+    torch's own limit, ATEN_CPU_CAPABILITY, is read before the first call.
+    """
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parents[1])])
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    with backend("cpu"):  # skips where it is not built
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 @contextmanager

@@ -1,14 +1,10 @@
 """The native elbo_loss: weights in nn.Linear's layout; another layout goes to the composed op."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from op_cases import OPS, to_dtype
+from op_cases import OPS, run_with_vectors, to_dtype
 
 from levit_kernels import elbo_loss, use_backend
 from levit_kernels.backends import cpu
@@ -115,8 +111,4 @@ def test_bfloat16_does_not_depend_on_the_batch():
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_bfloat16_without_the_instruction(capability):
     code = "from test_elbo_loss_native import *\nfor name in SIZES:\n    test_bfloat16(name)"
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parents[1])])
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_with_vectors(capability, code)

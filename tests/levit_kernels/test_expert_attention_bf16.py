@@ -1,13 +1,8 @@
 """The native expert_attention and folded_attention in bfloat16: words of two channels, odd numbers of them."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from op_cases import OPS, backend, to_dtype
+from op_cases import OPS, backend, run_with_vectors, to_dtype
 from op_errors import Measure, assert_close
 from test_expert_attention_native import SIZES as OF_LANES
 from test_expert_attention_native import as_of_linear
@@ -89,12 +84,7 @@ for name in ("all-odd", "published", "one-of-each", "no-image"):
         check_folded(SIZES[name], gates)
 test_outputs_go_where_they_are_kept()
 """
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parents[1])])
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    with backend("cpu"):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_with_vectors(capability, code)
 
 
 def off_by_one(x):

@@ -1,13 +1,8 @@
 """What only the native expert_attention has: vector widths, chunks of images, orders of weights, threads."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from op_cases import OPS, backend, to_dtype
+from op_cases import OPS, backend, run_with_vectors, to_dtype
 
 from levit_kernels.expert_attention import expert_attention, expert_attention_reference
 
@@ -72,9 +67,4 @@ for sizes in SIZES.values():
         for gates in ("none", "BK1"):
             test_sizes_that_fill_vectors_tiles_and_chunks_in_every_way(sizes, dtype, gates, "linear")
 """
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parents[1])])
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    with backend("cpu"):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_with_vectors(capability, code)

@@ -1,13 +1,8 @@
 """What only the native kernel for one expert in training has: folded queries and keys, tiles, panels, threads."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from op_cases import OPS, backend, evaluate, to_dtype
+from op_cases import OPS, backend, evaluate, run_with_vectors, to_dtype
 from test_expert_attention_native import as_of_linear
 
 import levit_kernels
@@ -116,9 +111,4 @@ for sizes in SIZES.values():
         args, grad, want = draw(dtype, "K", **sizes)
         assert_matches(as_of_linear(args), grad, want, dtype)
 """
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parents[1])])
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    with backend("cpu"):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_with_vectors(capability, code)
