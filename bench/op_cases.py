@@ -15,6 +15,7 @@ from bench.harness import Case
 from levit import LEViTConfig
 from levit_kernels.backends import BackendError
 from levit_kernels.expert_attention import expert_attention_reference
+from levit_kernels.huge_pages import huge_pages
 
 BACKENDS = ("reference", "torch", "cpu")
 SLOTS = 256  # of the memory behind dkf_fuse: with 31 experts 152 MB, beyond any cache
@@ -55,16 +56,18 @@ def expert_attention(experts: int, batch: int, backward: bool = False, half: boo
 
 
 def cold_expert_attention(experts: int, batch: int) -> Case:
-    """The gated sum with weights that must come from memory: one call goes through `COLD_SETS` sets of experts."""
+    """The gated sum with weights that must come from memory: one call goes through `COLD_SETS` sets of experts, in the
+    order of nn.Linear as frozen experts keep them.
+    """
     make = _Random()
     width, depth, heads = CFG.embed_dim, CFG.head_dim, CFG.num_heads
     patches = make(batch, CFG.num_patches, CFG.patch_dim)
     gates = torch.softmax(make(experts), 0)
     sets = [
         [
-            make(experts, CFG.patch_dim, width, fan_in=CFG.patch_dim),
+            _inputs_last(make(experts, CFG.patch_dim, width, fan_in=CFG.patch_dim)),
             make(experts, width),
-            make(experts, width, 3, heads, depth, fan_in=width),
+            _inputs_last(make(experts, width, 3, heads, depth, fan_in=width)),
             make(experts, 3, heads, depth),
         ]
         for _ in range(COLD_SETS)
@@ -80,10 +83,13 @@ def cold_expert_attention(experts: int, batch: int) -> Case:
 def dkf_fuse(experts: int, backward: bool = False) -> Case:
     """A minibatch gathered from the store and fused; `backward`: the gradient of the gates too, a second read.
 
-    One call goes through all slots, one minibatch after the other, so that none finds its rows in the cache.
+    The store lies in huge pages, as the learner's does. One call goes through all slots, one minibatch after the
+    other, so that none finds its rows in the cache.
     """
     make = _Random()
-    store = make(SLOTS, experts, CFG.num_patches, CFG.feature_dim)
+    store = torch.empty(SLOTS, experts, CFG.num_patches, CFG.feature_dim)
+    huge_pages(store)
+    store.normal_(generator=make.generator)
     gates = torch.softmax(make(experts), 0).requires_grad_(backward)
     minibatches = torch.randperm(SLOTS, generator=make.generator).split(FUSE_BATCH)
 

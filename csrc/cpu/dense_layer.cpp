@@ -30,7 +30,7 @@ LEVIT_INLINE void dense_layer(const Layer<T>& layer, int64_t k, const T* x, cons
   if (layout.columns) {
     dense_columns(layer, k, x, layout.rows, y);
   } else {
-    dense_parts<1>(layer, k, x, layout.rows, y, dense_parts<8>(layer, k, x, layout.rows, y, 0));
+    dense_parts<1>(layer, k, x, layout.rows, y, dense_parts<4>(layer, k, x, layout.rows, y, 0));
   }
   activate(y, layout.rows * layer.out, activation);
 }

@@ -68,6 +68,7 @@ struct Products : protected Words<T, kWidth> {
         for (size_t byte = 0; byte < C * sizeof(Word); byte += 64) {
           __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
         }
+        if (!rows) __builtin_prefetch(next + C - 1);  // most often in a line of its own
       }
       Lanes<Word, kWidth> in[kVectors];
 #pragma GCC unroll 2
