@@ -20,31 +20,19 @@ namespace {
 using namespace attention;
 using torch::headeronly::ScalarType;
 
-#define LEVIT_RUN(name, target, T, bytes, channels)                                            \
-  target void name(const Call<T>& call, Range images, Range experts, T* out) {                \
+#define LEVIT_RUN(width, target, T, bytes, channels)                                           \
+  target void run_##width(const Call<T>& call, Range images, Range experts, T* out) {          \
     Kernel<T, bytes / sizeof(T), channels>::run(call, images, experts, out);                   \
   }
-LEVIT_RUN(run_plain, , float, 16, 6)
-LEVIT_RUN(run_plain, , double, 16, 6)
-#if defined(__x86_64__)
-LEVIT_RUN(run_avx2, __attribute__((target("avx2,fma"))), float, 32, 6)
-LEVIT_RUN(run_avx2, __attribute__((target("avx2,fma"))), double, 32, 6)
-LEVIT_RUN(run_avx512, __attribute__((target("avx512f"))), float, 64, 12)
-LEVIT_RUN(run_avx512, __attribute__((target("avx512f"))), double, 64, 12)
-#endif
+LEVIT_EACH_WIDTH(LEVIT_RUN)
 #undef LEVIT_RUN
 
 // Of float and double
 template <class T>
 struct Chosen {
-  void (*run)(const Call<T>&, Range, Range, T*) = run_plain;
+  void (*run)(const Call<T>&, Range, Range, T*);
   const int64_t bytes = vector_bytes(), lanes = bytes / sizeof(T);
-  Chosen() {
-#if defined(__x86_64__)
-    if (bytes == 64) run = run_avx512;
-    if (bytes == 32) run = run_avx2;
-#endif
-  }
+  Chosen() { LEVIT_CHOOSE(run, run, bytes); }
 };
 
 template <>

@@ -20,30 +20,18 @@ namespace {
 using namespace attention;
 using torch::headeronly::ScalarType;
 
-#define LEVIT_RUN(name, target, T, bytes, channels)                          \
-  target void name(const Training<T>& step, Phase phase, Range range) {      \
-    TrainingKernel<T, bytes / sizeof(T), channels>::run(step, phase, range); \
+#define LEVIT_RUN(width, target, T, bytes, channels)                          \
+  target void run_##width(const Training<T>& step, Phase phase, Range range) { \
+    TrainingKernel<T, bytes / sizeof(T), channels>::run(step, phase, range);   \
   }
-LEVIT_RUN(run_plain, , float, 16, 6)
-LEVIT_RUN(run_plain, , double, 16, 6)
-#if defined(__x86_64__)
-LEVIT_RUN(run_avx2, __attribute__((target("avx2,fma"))), float, 32, 6)
-LEVIT_RUN(run_avx2, __attribute__((target("avx2,fma"))), double, 32, 6)
-LEVIT_RUN(run_avx512, __attribute__((target("avx512f"))), float, 64, 12)
-LEVIT_RUN(run_avx512, __attribute__((target("avx512f"))), double, 64, 12)
-#endif
+LEVIT_EACH_WIDTH(LEVIT_RUN)
 #undef LEVIT_RUN
 
 template <class T>
 struct Chosen {
-  void (*run)(const Training<T>&, Phase, Range) = run_plain;
-  const int64_t lanes = vector_bytes() / sizeof(T);
-  Chosen() {
-#if defined(__x86_64__)
-    if (lanes * sizeof(T) == 64) run = run_avx512;
-    if (lanes * sizeof(T) == 32) run = run_avx2;
-#endif
-  }
+  void (*run)(const Training<T>&, Phase, Range);
+  const int64_t bytes = vector_bytes(), lanes = bytes / sizeof(T);
+  Chosen() { LEVIT_CHOOSE(run, run, bytes); }
 
   // One phase over [0, count), cut between multiples of `together`.
   void operator()(const Training<T>& step, Phase phase, int64_t count, int64_t together = 1) const {

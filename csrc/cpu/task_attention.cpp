@@ -30,27 +30,19 @@ using torch::headeronly::ScalarType;
   target void run_##width(const Call<T>& call, int64_t first, int64_t images) {                                   \
     Kernel<T, bytes / sizeof(T), channels>::run(call, first, images);                                             \
   }
-LEVIT_WIDTH(plain, , float, 16, 6)
-LEVIT_WIDTH(plain, , double, 16, 6)
-#if defined(__x86_64__)
-LEVIT_WIDTH(avx2, __attribute__((target("avx2,fma"))), float, 32, 6)
-LEVIT_WIDTH(avx2, __attribute__((target("avx2,fma"))), double, 32, 6)
-LEVIT_WIDTH(avx512, __attribute__((target("avx512f"))), float, 64, 12)
-LEVIT_WIDTH(avx512, __attribute__((target("avx512f"))), double, 64, 12)
-#endif
+LEVIT_EACH_WIDTH(LEVIT_WIDTH)
 #undef LEVIT_WIDTH
 
 template <class T>
 struct Chosen {
-  void (*pack)(const Matrix<T>&, int64_t, T*) = pack_plain;
-  Dense<T> dense = dense_plain;
-  void (*run)(const Call<T>&, int64_t, int64_t) = run_plain;
-  const int64_t lanes = vector_bytes() / sizeof(T);
+  void (*pack)(const Matrix<T>&, int64_t, T*);
+  Dense<T> dense;
+  void (*run)(const Call<T>&, int64_t, int64_t);
+  const int64_t bytes = vector_bytes(), lanes = bytes / sizeof(T);
   Chosen() {
-#if defined(__x86_64__)
-    if (lanes * sizeof(T) == 64) pack = pack_avx512, dense = dense_avx512, run = run_avx512;
-    if (lanes * sizeof(T) == 32) pack = pack_avx2, dense = dense_avx2, run = run_avx2;
-#endif
+    LEVIT_CHOOSE(pack, pack, bytes);
+    LEVIT_CHOOSE(dense, dense, bytes);
+    LEVIT_CHOOSE(run, run, bytes);
   }
 };
 
