@@ -81,8 +81,8 @@ class RoutedInference(nn.Module):
 def export_program(model: LEViT) -> torch.export.ExportedProgram:
     """A `torch.export` program of routed prediction with today's experts, for any batch size; plain torch operators.
 
-    `torch.export.save` writes it; it runs where levit is not installed. It computes in the parameters' dtype, of a model
-    with `precision="bf16"` too, whose rounded copies are not part of it.
+    `torch.export.save` writes it; it runs where levit is not installed. It computes in the parameters' dtype: copies in
+    bfloat16 that a model with `precision="bf16"` keeps are not part of it.
     """
     from levit.reference import LEViT as Reference
 

@@ -36,11 +36,17 @@ def vae_loss(args, backend):
 @pytest.mark.parametrize("name", ["odd", "lanes", "ones", pytest.param("mnist", marks=FULL)])
 def test_vae(name, dtype):
     args = vae.arguments(name, dtype)
-    value, gradients = vae.exact(*args)
-    exact = [3 * x for x in (value, *gradients)]
+    exact = tripled(*vae.exact(*args))
     found = vae_loss(args, "triton")
     assert all(x.dtype == dtype for x in found)
-    assert max(errors(found, exact)) <= max(5e-6, 2 * max(errors(vae_loss(args, "reference"), exact)))
+    # Which of the few numbers next to the ReLU's kink get its slope is a matter of rounding, in 16 bits.
+    near = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 8
+    luck = max(errors(tripled(*vae.exact(*args, kink=near)), exact))
+    assert max(errors(found, exact)) <= max(5e-6, 2 * max(errors(vae_loss(args, "reference"), exact))) + luck
+
+
+def tripled(value, gradients):
+    return [3 * x for x in (value, *gradients)]
 
 
 def head_loss(args, backend):
