@@ -59,7 +59,9 @@ def build(kind: str, experts: int, precision: str = "fp32") -> torch.nn.Module:
 
 
 class Step(NamedTuple):
-    """What a step leaves to check. Adam moves every gate by about its rate, so each frozen expert shows in its gate."""
+    """What a step leaves to check. Adam moves every gate by about its rate, so each frozen expert shows in its gate.
+    `stream` is where it was taken, for what there is to see until the next step.
+    """
 
     loss: float
     distances: Tensor

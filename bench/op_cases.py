@@ -55,19 +55,20 @@ def expert_attention(experts: int, batch: int, backward: bool = False, half: boo
     return _case("expert_attention", size, call, needed, args[1:], others=loop, close=HALF if half else CLOSE)
 
 
-def cold_expert_attention(experts: int, batch: int) -> Case:
-    """The gated sum with weights that must come from memory: one call goes through `COLD_SETS` sets of experts, in the
-    order of nn.Linear as frozen experts keep them.
+def cold_expert_attention(experts: int, batch: int, linear: bool = True) -> Case:
+    """The gated sum with weights that must come from memory: one call goes through `COLD_SETS` sets of experts.
+    `linear`: in the order of nn.Linear, as frozen experts keep them; else contiguous.
     """
     make = _Random()
     width, depth, heads = CFG.embed_dim, CFG.head_dim, CFG.num_heads
     patches = make(batch, CFG.num_patches, CFG.patch_dim)
     gates = torch.softmax(make(experts), 0)
+    laid_out = _inputs_last if linear else torch.Tensor.contiguous
     sets = [
         [
-            _inputs_last(make(experts, CFG.patch_dim, width, fan_in=CFG.patch_dim)),
+            laid_out(make(experts, CFG.patch_dim, width, fan_in=CFG.patch_dim)),
             make(experts, width),
-            _inputs_last(make(experts, width, 3, heads, depth, fan_in=width)),
+            laid_out(make(experts, width, 3, heads, depth, fan_in=width)),
             make(experts, 3, heads, depth),
         ]
         for _ in range(COLD_SETS)
@@ -77,7 +78,13 @@ def cold_expert_attention(experts: int, batch: int) -> Case:
         return [levit_kernels.expert_attention(patches, *weights, gates) for weights in sets]
 
     needed = experts * work.Work(batch * work.attention_flops(CFG), work.FLOAT * work.attention_weights(CFG))
-    return _case("expert_attention", f"K={experts} B={batch} cold", call, needed, calls=COLD_SETS)
+    return _case(
+        "expert_attention",
+        f"K={experts} B={batch} cold" + ("" if linear else " contiguous"),
+        call,
+        needed,
+        calls=COLD_SETS,
+    )
 
 
 def dkf_fuse(experts: int, backward: bool = False) -> Case:
@@ -139,6 +146,7 @@ OPS: dict[str, Callable[[], Case]] = {
     "expert_attention K=32 B=64 bf16": partial(expert_attention, 32, 64, half=True),
     "expert_attention K=32 B=1": partial(expert_attention, 32, 1),
     "expert_attention K=32 B=1 cold": partial(cold_expert_attention, 32, 1),
+    "expert_attention K=32 B=1 cold contiguous": partial(cold_expert_attention, 32, 1, linear=False),
     "expert_attention K=1 B=64 fwd+bwd": partial(expert_attention, 1, 64, backward=True),
     "dkf_fuse K=8 B=64": partial(dkf_fuse, 8),
     "dkf_fuse K=31 B=64": partial(dkf_fuse, 31),

@@ -30,6 +30,7 @@ LEVIT_INLINE void dense_layer(const Layer<T>& layer, int64_t k, const T* x, cons
   if (layout.columns) {
     dense_columns(layer, k, x, layout.rows, y);
   } else {
+    // Of eight streams fewer bytes a second arrive than of four.
     dense_parts<1>(layer, k, x, layout.rows, y, dense_parts<4>(layer, k, x, layout.rows, y, 0));
   }
   activate(y, layout.rows * layer.out, activation);

@@ -20,9 +20,9 @@ namespace {
 using namespace attention;
 using torch::headeronly::ScalarType;
 
-#define LEVIT_RUN(width, target, T, bytes, channels)                                           \
-  target void run_##width(const Call<T>& call, Range images, Range experts, T* out) {          \
-    Kernel<T, bytes / sizeof(T), channels>::run(call, images, experts, out);                   \
+#define LEVIT_RUN(width, target, T, bytes, channels)                                  \
+  target void run_##width(const Call<T>& call, Range images, Range experts, T* out) { \
+    Kernel<T, bytes / sizeof(T), channels>::run(call, images, experts, out);          \
   }
 LEVIT_EACH_WIDTH(LEVIT_RUN)
 #undef LEVIT_RUN
@@ -32,7 +32,7 @@ template <class T>
 struct Chosen {
   void (*run)(const Call<T>&, Range, Range, T*);
   const int64_t bytes = vector_bytes(), lanes = bytes / sizeof(T);
-  Chosen() { LEVIT_CHOOSE(run, run, bytes); }
+  Chosen() { LEVIT_CHOOSE(run, bytes); }
 };
 
 template <>

@@ -20,7 +20,7 @@ namespace {
 using namespace attention;
 using torch::headeronly::ScalarType;
 
-#define LEVIT_RUN(width, target, T, bytes, channels)                          \
+#define LEVIT_RUN(width, target, T, bytes, channels)                           \
   target void run_##width(const Training<T>& step, Phase phase, Range range) { \
     TrainingKernel<T, bytes / sizeof(T), channels>::run(step, phase, range);   \
   }
@@ -31,7 +31,7 @@ template <class T>
 struct Chosen {
   void (*run)(const Training<T>&, Phase, Range);
   const int64_t bytes = vector_bytes(), lanes = bytes / sizeof(T);
-  Chosen() { LEVIT_CHOOSE(run, run, bytes); }
+  Chosen() { LEVIT_CHOOSE(run, bytes); }
 
   // One phase over [0, count), cut between multiples of `together`.
   void operator()(const Training<T>& step, Phase phase, int64_t count, int64_t together = 1) const {

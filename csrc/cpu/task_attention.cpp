@@ -40,9 +40,9 @@ struct Chosen {
   void (*run)(const Call<T>&, int64_t, int64_t);
   const int64_t bytes = vector_bytes(), lanes = bytes / sizeof(T);
   Chosen() {
-    LEVIT_CHOOSE(pack, pack, bytes);
-    LEVIT_CHOOSE(dense, dense, bytes);
-    LEVIT_CHOOSE(run, run, bytes);
+    LEVIT_CHOOSE(pack, bytes);
+    LEVIT_CHOOSE(dense, bytes);
+    LEVIT_CHOOSE(run, bytes);
   }
 };
 

@@ -33,12 +33,12 @@ inline bool has_bf16_dots() {
 // define(width, target, T, bytes, channels) for every vector width and T: functions named <name>_<width>, each with its
 // target, its vectors' bytes and how many rows of sums fit into its registers.
 #if defined(__x86_64__)
-#define LEVIT_EACH_WIDTH(define)                                           \
-  define(plain, , float, 16, 6)                                            \
-  define(plain, , double, 16, 6)                                           \
-  define(avx2, __attribute__((target("avx2,fma"))), float, 32, 6)          \
-  define(avx2, __attribute__((target("avx2,fma"))), double, 32, 6)         \
-  define(avx512, __attribute__((target("avx512f"))), float, 64, 12)        \
+#define LEVIT_EACH_WIDTH(define)                                    \
+  define(plain, , float, 16, 6)                                     \
+  define(plain, , double, 16, 6)                                    \
+  define(avx2, __attribute__((target("avx2,fma"))), float, 32, 6)   \
+  define(avx2, __attribute__((target("avx2,fma"))), double, 32, 6)  \
+  define(avx512, __attribute__((target("avx512f"))), float, 64, 12) \
   define(avx512, __attribute__((target("avx512f"))), double, 64, 12)
 #else
 #define LEVIT_EACH_WIDTH(define) \
@@ -46,14 +46,14 @@ inline bool has_bf16_dots() {
   define(plain, , double, 16, 6)
 #endif
 
-// pointer = <name>_<width> for vectors of that many bytes
+// A pointer called as the functions are = <name>_<width> for vectors of that many bytes
 #if defined(__x86_64__)
-#define LEVIT_CHOOSE(pointer, name, bytes)    \
-  do {                                        \
-    pointer = name##_plain;                   \
-    if (bytes == 32) pointer = name##_avx2;   \
-    if (bytes == 64) pointer = name##_avx512; \
+#define LEVIT_CHOOSE(name, bytes)          \
+  do {                                     \
+    name = name##_plain;                   \
+    if (bytes == 32) name = name##_avx2;   \
+    if (bytes == 64) name = name##_avx512; \
   } while (false)
 #else
-#define LEVIT_CHOOSE(pointer, name, bytes) pointer = name##_plain
+#define LEVIT_CHOOSE(name, bytes) name = name##_plain
 #endif
