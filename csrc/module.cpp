@@ -24,6 +24,9 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
   m.def("vae_training(Tensor images, Tensor[] weights, float beta, Tensor noise) -> Tensor[]");
   m.def(
       "head_training(Tensor features, Tensor labels, Tensor[] weights, float negative_slope, float epsilon) -> Tensor[]");
+  m.def(
+      "expert_training(Tensor patches, Tensor labels, Tensor[] attention, Tensor[] head, Tensor? gates, Tensor? features, "
+      "Tensor? index, int heads, float negative_slope, float epsilon) -> Tensor[]");
   m.def("conv_to_coarse(Tensor fine, Tensor weight, Tensor? bias, int height, int width) -> Tensor");
   m.def("conv_to_fine(Tensor coarse, Tensor weight, Tensor? bias, int height, int width) -> Tensor");
   m.def("conv_weight_gradient(Tensor coarse, Tensor fine, int kernel) -> Tensor");
@@ -48,6 +51,7 @@ STABLE_TORCH_LIBRARY_IMPL(levit_native, CPU, m) {
   m.impl("vae_codes", TORCH_BOX(&levit::vae_codes));
   m.impl("vae_training", TORCH_BOX(&levit::vae_training));
   m.impl("head_training", TORCH_BOX(&levit::head_training));
+  m.impl("expert_training", TORCH_BOX(&levit::expert_training));
   m.impl("conv_to_coarse", TORCH_BOX(&levit::conv_to_coarse));
   m.impl("conv_to_fine", TORCH_BOX(&levit::conv_to_fine));
   m.impl("conv_weight_gradient", TORCH_BOX(&levit::conv_weight_gradient));

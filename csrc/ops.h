@@ -60,6 +60,15 @@ std::vector<Tensor> vae_training(const Tensor& images, const std::vector<Tensor>
 std::vector<Tensor> head_training(const Tensor& features, const Tensor& labels, const std::vector<Tensor>& weights,
                                   double negative_slope, double epsilon);
 
+// patches [B, N, P], labels int64 [B] (-1: none), attention w_embed [Q, P], gain, shift [Q], w_qkv [3 H d, Q], b_qkv [3 H d],
+// head as of head_training, gates [K, H or 1] or none, features [M, K - 1, N, H d] or none (K = 1) with index as of
+// dkf_fuse, all float32 or all float64 (features also bfloat16) -> the mean cross-entropy of the labelled images, the
+// gradients of attention, head and gates, mean and (biased) variance of the patches' embedding and per hidden layer
+std::vector<Tensor> expert_training(const Tensor& patches, const Tensor& labels, const std::vector<Tensor>& attention,
+                                    const std::vector<Tensor>& head, const std::optional<Tensor>& gates,
+                                    const std::optional<Tensor>& features, const std::optional<Tensor>& index,
+                                    int64_t heads, double negative_slope, double epsilon);
+
 // Convolution of stride 2 and padding 1, fine [B, H, W, F] -> coarse [B, height, width, C], its transposed one, coarse ->
 // fine, and their weight's gradient [C, F, kernel, kernel]; weight [C, F, k, k] both ways, bias none or [channels of the
 // result], all dense, all float32 or all float64
@@ -72,6 +81,9 @@ Tensor conv_weight_gradient(const Tensor& coarse, const Tensor& fine, int64_t ke
 // features [M, K, N, E] float32, bfloat16 or float64 whose [N, E] are dense, gates [B or 1, K, H or 1] in the type of the
 // sums, index int64 [B] or none (B = M) -> [B, N, E] (equation 8)
 Tensor dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional<Tensor>& index);
+
+// The same added to out [B, N, E], dense and in the type of the gates
+void add_dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional<Tensor>& index, const Tensor& out);
 
 // grad [B, N, E] -> the gates' gradient per image and head [B, K, heads]
 Tensor dkf_fuse_gate_gradient(const Tensor& grad, const Tensor& features, const std::optional<Tensor>& index,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,10 @@ class Expert(nn.Module):
             expert = cls(cfg, k)
         return expert if like is None else expert.to(like.device, like.dtype)
 
+    def attention_parameters(self) -> list[Tensor]:
+        """As `levit_kernels.expert_training` takes them."""
+        return [self.embed.weight, self.norm.weight, self.norm.bias, self.qkv.weight, self.qkv.bias]
+
     def freeze(self) -> None:
         """Frozen for good: no gradients, evaluation mode."""
         self.requires_grad_(False)
@@ -78,7 +82,7 @@ class Head(nn.Module):
     def forward(self, fused: Tensor, batch_statistics: bool = False) -> Tensor:
         """M̃ [B, N, E], flattened row-major → logits [B, classes]."""
         x = fused.flatten(1)
-        for linear, norm in self._layers():
+        for linear, norm in self.layers():
             x = nn.functional.leaky_relu(linear_norm(linear, norm, x, batch_statistics), NEGATIVE_SLOPE)
         return self.out(x)
 
@@ -90,27 +94,34 @@ class Head(nn.Module):
         loss, *statistics = head_training_loss(
             fused.flatten(1), labels, self.training_weights(), NEGATIVE_SLOPE, epsilon
         )
-        if statistics:
-            self._move_statistics(statistics[::2], statistics[1::2], len(fused))
+        move_statistics(list(self.layers()), statistics, [len(fused)] * len(self.norms))
         return loss
-
-    @torch.no_grad()
-    def _move_statistics(self, means: list[Tensor], variances: list[Tensor], count: int) -> None:
-        """All layers' running statistics towards those of a batch of `count`, whose mean knows of no bias."""
-        norms = list(self.norms)
-        means = torch._foreach_add(means, [linear.bias for linear in self.hidden])
-        variances = torch._foreach_mul(variances, count / (count - 1))
-        running = [norm.running_mean for norm in norms] + [norm.running_var for norm in norms]
-        torch._foreach_lerp_(running, [*means, *variances], norms[0].momentum)
-        torch._foreach_add_([norm.num_batches_tracked for norm in norms], 1)
 
     def training_weights(self) -> list[Tensor]:
         """As `levit_kernels.head_training` takes them."""
-        hidden = [w for linear, norm in self._layers() for w in (linear.weight, norm.weight, norm.bias)]
+        hidden = [w for linear, norm in self.layers() for w in (linear.weight, norm.weight, norm.bias)]
         return [*hidden, self.out.weight, self.out.bias]
 
-    def _layers(self) -> Iterator[tuple[nn.Linear, nn.BatchNorm1d]]:
+    def layers(self) -> Iterator[tuple[nn.Linear, nn.BatchNorm1d]]:
+        """The hidden layers, each with its batch norm."""
         return zip(self.hidden, self.norms, strict=True)
+
+
+@torch.no_grad()
+def move_statistics(
+    layers: Sequence[tuple[nn.Linear, nn.BatchNorm1d]], statistics: Sequence[Tensor], counts: Sequence[int]
+) -> None:
+    """All layers' running statistics towards those of a batch: layer by layer mean, which knows of no bias, and biased
+    variance of so many rows.
+    """
+    if not layers:
+        return
+    norms = [norm for _, norm in layers]
+    means = torch._foreach_add(list(statistics[::2]), [linear.bias for linear, _ in layers])
+    variances = torch._foreach_mul(list(statistics[1::2]), [count / (count - 1) for count in counts])
+    running = [norm.running_mean for norm in norms] + [norm.running_var for norm in norms]
+    torch._foreach_lerp_(running, [*means, *variances], norms[0].momentum)
+    torch._foreach_add_([norm.num_batches_tracked for norm in norms], 1)
 
 
 def linear_norm(linear: nn.Linear, norm: nn.BatchNorm1d, x: Tensor, batch_statistics: bool) -> Tensor:

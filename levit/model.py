@@ -15,13 +15,14 @@ from levit import reference
 from levit.cache import CachedRows, KnowledgeCache, MemoryCache
 from levit.config import LEViTConfig
 from levit.conv_vae import conv_vae_loss
-from levit.expert import Expert
+from levit.expert import NEGATIVE_SLOPE, Expert, move_statistics
 from levit.knowledge import KnowledgeBase, attention_weights, training_weights, vae_parameters, vae_weights
 from levit.memory import Memory
 from levit.reference import classification_loss, features, normal, patches
 from levit.routing import Prediction
 from levit_kernels import dkf_fuse, elbo_loss, expansion_distances, expert_attention, latent_distance
 from levit_kernels.backends.registry import has_kernel
+from levit_kernels.expert_training import expert_training_loss
 from levit_kernels.folded_attention import folded_attention
 from levit_kernels.position_noise import position_noise
 from levit_kernels.vae_codes import vae_codes
@@ -142,13 +143,7 @@ class LEViT(reference.LEViT):
     ) -> Tensor:
         """As the reference's; `cache` holds stored features of the frozen experts for these images."""
         images = self.check_training_batch(images, labels)
-        fused, head = self._fuse_training(images, cache), self.active.head
-        whole = self._attention_packs and fused.dtype == self.weight.dtype  # autocast makes fused another
-        if whole and has_kernel("head_training_loss", fused, labels, head.training_weights()):
-            loss = head.training_loss(fused, labels)
-        else:
-            loss = classification_loss(head(fused, batch_statistics=True), labels)
-        return loss + self._vae_training_loss(images, generator, noise)
+        return self._classification_loss(images, labels, cache) + self._vae_training_loss(images, generator, noise)
 
     def frozen_features(self, images: Tensor, out: Tensor | None = None) -> Tensor:
         """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E], written to `out` where it is given."""
@@ -275,20 +270,52 @@ class LEViT(reference.LEViT):
             logits[rows] = self.experts[k].head(fused[rows])
         return logits
 
-    def _fuse_training(self, images: Tensor, cache: CachedRows | None) -> Tensor:
-        """Equation 8 in training: the active expert's features and, stored or recomputed, the gated frozen ones'."""
+    def _classification_loss(self, images: Tensor, labels: Tensor, cache: CachedRows | None) -> Tensor:
+        """Cross-entropy of the active expert in training: by one kernel, or the head's and an op for every equation."""
+        expert, transfer = self.active, self._transfer(images, cache)
+        cast = torch.is_autocast_enabled(images.device.type)
+        if self._attention_packs and not cast and (self.cfg.fusion == "sum" or self.cfg.gating == "none"):
+            parts = patches(images, self.cfg.patch_size)
+            weights = expert.attention_parameters(), expert.head.training_weights()
+            args = (parts, labels, *weights, self.cfg.num_heads, *transfer, NEGATIVE_SLOPE, expert.norm.eps)
+            if has_kernel("expert_training_loss", *args):
+                loss, *statistics = expert_training_loss(*args)
+                counts = [parts.shape[0] * parts.shape[1]] + [len(images)] * len(expert.head.norms)
+                move_statistics([(expert.embed, expert.norm), *expert.head.layers()], statistics, counts)
+                return loss
+        fused, head = self._fuse_training(images, *transfer), expert.head
+        if (
+            not cast
+            and self._attention_packs
+            and has_kernel("head_training_loss", fused, labels, head.training_weights())
+        ):
+            return head.training_loss(fused, labels)
+        return classification_loss(head(fused, batch_statistics=True), labels)
+
+    def _transfer(self, images: Tensor, cache: CachedRows | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The active expert's gates, None without transfer, and the frozen ones' features, stored [M, K-1, N, E] with an
+        index [B] or recomputed, None where no expert is frozen.
+        """
         if self.cfg.gating == "none":
+            return None, None, None
+        gates = self.gates(self.num_experts - 1)
+        if self.num_experts == 1:
+            return gates, None, None
+        return (gates, *cache) if cache is not None else (gates, self.frozen_features(images), None)
+
+    def _fuse_training(
+        self, images: Tensor, gates: Tensor | None, frozen: Tensor | None, index: Tensor | None
+    ) -> Tensor:
+        """Equation 8 in training: the active expert's features and the gated frozen ones', as `_transfer` has them."""
+        if gates is None:
             return self._training_features(images, None)
-        gates, own_gate = self.gates(self.num_experts - 1), None
+        own_gate = None
         if self.cfg.fusion == "sum":
             gates, own_gate = gates.split([len(gates) - 1, 1])
         own = self._training_features(images, own_gate)
-        if self.num_experts == 1:
+        if frozen is None:
             return own if self.cfg.fusion == "sum" else torch.cat([own, torch.zeros_like(own)], dim=-1)
-        if cache is not None:
-            transferred = dkf_fuse(cache.features, gates, cache.index)
-        else:
-            transferred = dkf_fuse(self.frozen_features(images), gates)
+        transferred = dkf_fuse(frozen, gates, index)
         return own + transferred if self.cfg.fusion == "sum" else torch.cat([own, transferred], dim=-1)
 
     def _training_features(self, images: Tensor, gate: Tensor | None) -> Tensor:

@@ -41,29 +41,40 @@ def head_training_loss(
     """
     shapes = Shapes("head_training_loss", may_be_empty="")
     shapes.match("features", features, "B F")
+    check_head(shapes, labels, weights, negative_slope, epsilon, "weights")
+    if len(weights) > 2 and len(features) < 2:
+        raise ValueError("head_training_loss: features must have B >= 2, batch norm knows no variance of one image")
+    return run("head_training_loss", features, labels, weights, negative_slope, epsilon)
+
+
+def check_head(
+    shapes: Shapes,
+    labels: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    negative_slope: float,
+    epsilon: float,
+    name: str = "head",
+) -> None:
+    """Raises unless labels and weights, an argument of that name, fit the B images of F features that are bound."""
+    op, batch = shapes.op, shapes.size["B"]
     if labels.dtype != torch.int64:
-        raise TypeError(f"head_training_loss: labels must be int64, got {labels.dtype}")
-    if labels.shape != features.shape[:1]:
-        raise ValueError(f"head_training_loss: labels must have shape [B={len(features)}], got {list(labels.shape)}")
+        raise TypeError(f"{op}: labels must be int64, got {labels.dtype}")
+    if labels.shape != (batch,):
+        raise ValueError(f"{op}: labels must have shape [B={batch}], got {list(labels.shape)}")
     shapes.match_device("labels", labels.device)
     if len(weights) % 3 != 2:
-        raise ValueError(f"head_training_loss: weights must be 3 per hidden layer and 2 more, got {len(weights)}")
-    inputs, hidden = "F", len(weights) // 3
-    for layer in range(hidden):
-        for name, tensor, pattern in zip(
+        raise ValueError(f"{op}: {name} must be 3 per hidden layer and 2 more, got {len(weights)}")
+    inputs = "F"
+    for layer in range(len(weights) // 3):
+        for part, tensor, pattern in zip(
             ("w", "gain", "shift"), weights[3 * layer :], (f"h{layer} {inputs}", f"h{layer}", f"h{layer}"), strict=False
         ):
-            shapes.match(f"weights.{name}{layer}", tensor, pattern)
+            shapes.match(f"{name}.{part}{layer}", tensor, pattern)
         inputs = f"h{layer}"
-    shapes.match("weights.w", weights[-2], f"C {inputs}")
-    shapes.match("weights.b", weights[-1], "C")
-    if hidden and len(features) < 2:
-        raise ValueError("head_training_loss: features must have B >= 2, batch norm knows no variance of one image")
+    shapes.match(f"{name}.w", weights[-2], f"C {inputs}")
+    shapes.match(f"{name}.b", weights[-1], "C")
     if not (negative_slope > 0 and epsilon > 0):
-        raise ValueError(
-            f"head_training_loss: negative_slope and epsilon must be positive, got {negative_slope} and {epsilon}"
-        )
-    return run("head_training_loss", features, labels, weights, negative_slope, epsilon)
+        raise ValueError(f"{op}: negative_slope and epsilon must be positive, got {negative_slope} and {epsilon}")
 
 
 def head_training_loss_reference(

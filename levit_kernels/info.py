@@ -65,6 +65,18 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, tuple]:
         "strided_conv": (new(batch, length, length, pixels), new(width, pixels, 3, 3), new(width)),
         "transposed_conv": (new(batch, length, length, width), new(width, pixels, 4, 4), new(pixels)),
         "head_training_loss": (new(batch, width), index, [new(hidden, width), new(hidden)], 0.2, 1e-5),
+        "expert_training_loss": (
+            new(batch, length, pixels),
+            index,
+            [*fold[:3], new(3 * heads * depth, width), new(3 * heads * depth)],
+            [new(hidden, length * heads * depth), new(hidden)],
+            heads,
+            new(experts + 1),
+            new(batch, experts, length, heads * depth),
+            index,
+            0.2,
+            1e-5,
+        ),
         "batch_norm_fold": (new(batch, pixels), *fold, (new(width), new(width), index[0]), 0.1, 1e-5),
         "position_noise": (index, index, latent, 0, dtype),
         "task_attention": (

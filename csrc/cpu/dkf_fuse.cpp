@@ -87,8 +87,7 @@ LEVIT_INLINE void dot_row(const S* row, const T* grad, T* by_gate, const Sizes& 
 }
 
 #define LEVIT_DKF_ROWS(T, S)                                                                       \
-  LEVIT_MULTIVERSION void fuse(const S* row, const T* gates, T* out, const Sizes& n) {             \
-    std::fill(out, out + n.tokens * n.width(), T(0));                                              \
+  LEVIT_MULTIVERSION void add_fused(const S* row, const T* gates, T* out, const Sizes& n) {        \
     fuse_row<kTogether>(row, gates, out, n);                                                       \
   }                                                                                                \
   LEVIT_MULTIVERSION void dots(const S* row, const T* grad, T* by_gate, const Sizes& n) {          \
@@ -150,18 +149,19 @@ void with_types(const Tensor& features, ScalarType sums, const Work& work) {
   }
 }
 
-}  // namespace
-
-Tensor dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional<Tensor>& index) {
+Call prepare(const Tensor& features, const Tensor& gates, const std::optional<Tensor>& index) {
   if (gates.dim() != 3 || gates.size(1) != features.size(1)) {
     fail("dkf_fuse: gates must be [B or 1, K, H or 1], got ", shape(gates), " for features ", shape(features));
   }
-  const Call call = prepare(features, index, gates.size(2));
-  const Sizes& n = call.sizes;
+  Call call = prepare(features, index, gates.size(2));
   if (gates.size(0) != 1 && gates.size(0) != call.batch) fail("dkf_fuse: gates are for ", gates.size(0), " images");
+  return call;
+}
+
+void fuse(const Tensor& features, const Tensor& gates, const Call& call, bool add, const Tensor& out) {
+  const Sizes& n = call.sizes;
   const Tensor dense_gates = torch::stable::contiguous(gates);
-  Tensor out = torch::stable::new_empty(gates, {call.batch, n.tokens, n.width()});
-  const int64_t gate_stride = gates.size(0) == 1 ? 0 : n.experts * n.heads;
+  const int64_t gate_stride = gates.size(0) == 1 ? 0 : n.experts * n.heads, count = n.tokens * n.width();
   with_types(features, gates.scalar_type(), [&](auto sum, auto stored) {
     using T = decltype(sum);
     const auto* store = static_cast<const decltype(stored)*>(features.data_ptr());
@@ -169,11 +169,30 @@ Tensor dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional
     auto* to = static_cast<T*>(out.data_ptr());
     torch::stable::parallel_for(0, call.batch, 1, [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b) {
-        fuse(store + call.rows[b] * n.row_stride, weights + b * gate_stride, to + b * n.tokens * n.width(), n);
+        if (!add) std::fill(to + b * count, to + (b + 1) * count, T(0));
+        add_fused(store + call.rows[b] * n.row_stride, weights + b * gate_stride, to + b * count, n);
       }
     });
   });
+}
+
+}  // namespace
+
+Tensor dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional<Tensor>& index) {
+  const Call call = prepare(features, gates, index);
+  Tensor out = torch::stable::new_empty(gates, {call.batch, call.sizes.tokens, call.sizes.width()});
+  fuse(features, gates, call, false, out);
   return out;
+}
+
+void add_dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional<Tensor>& index, const Tensor& out) {
+  const Call call = prepare(features, gates, index);
+  if (out.scalar_type() != gates.scalar_type() || out.dim() != 3 || out.size(0) != call.batch || !out.is_contiguous() ||
+      out.size(1) != call.sizes.tokens || out.size(2) != call.sizes.width()) {
+    fail("dkf_fuse: out must be dense, [", call.batch, ", ", call.sizes.tokens, ", ", call.sizes.width(), "], got ",
+         shape(out));
+  }
+  fuse(features, gates, call, true, out);
 }
 
 Tensor dkf_fuse_gate_gradient(const Tensor& grad, const Tensor& features, const std::optional<Tensor>& index,

@@ -19,6 +19,7 @@ from ..composed import vae_codes as composed_codes
 from ..composed.expert_attention_backward import expert_attention_backward as composed_attention_backward
 from ..composed.latent_distance import latent_distance_backward
 from ..composed.task_forms import folds
+from ..expert_training import expert_training_loss_reference
 from ..folded_attention import FoldedWeights
 from ..head_training import head_training_loss_reference
 from ..vae_training import vae_training_loss_reference
@@ -235,6 +236,40 @@ def head_training_loss(
     )
 
 
+def expert_training_loss(
+    patches: torch.Tensor,
+    labels: torch.Tensor,
+    attention: Sequence[torch.Tensor],
+    head: Sequence[torch.Tensor],
+    num_heads: int,
+    gates: torch.Tensor | None,
+    features: torch.Tensor | None,
+    index: torch.Tensor | None,
+    negative_slope: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, ...]:
+    """See levit_kernels.expert_training; without gradients to compute it is left to torch."""
+    args = (patches, labels, attention, head, num_heads, gates, features, index, negative_slope, epsilon)
+    if not torch.is_grad_enabled():
+        return expert_training_loss_reference(*args)
+    leaves = [*attention, *head, *([] if gates is None else [gates])]
+    dense = [x.detach().contiguous() for x in leaves]
+    own, rest = dense[: len(attention)], dense[len(attention) : len(attention) + len(head)]
+    gate_table = None if gates is None else dense[-1].view(len(gates), -1)
+    if features is not None:
+        features, _, index = _dense(features, gates, index)
+
+    def compute() -> list[torch.Tensor]:
+        found = torch.ops.levit_native.expert_training(
+            patches.contiguous(), labels, own, rest, gate_table, features, index, num_heads, negative_slope, epsilon
+        )
+        if gates is not None:
+            found[len(leaves)] = found[len(leaves)].view(gates.shape)
+        return found
+
+    return LossWithGradients.apply(compute, True, *leaves)
+
+
 def _linear_layout(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """The weights as [K, out, in] without a copy, None where they are no views of that."""
     views = [x.transpose(1, 2) if x.dim() == 3 else x for x in weights]
@@ -284,6 +319,7 @@ OPS = {
     "vae_codes": vae_codes,
     "vae_training_loss": vae_training_loss,
     "head_training_loss": head_training_loss,
+    "expert_training_loss": expert_training_loss,
     "strided_conv": strided_conv,
     "transposed_conv": transposed_conv,
     "task_attention": task_attention,
@@ -313,7 +349,9 @@ def refuse(op: str, args: tuple) -> str | None:
         if getattr(args[1], "dtype", None) == torch.bfloat16:
             return None
         args = args[1:2]  # the dtype of patches and weights; gates may have any
-    if op == "head_training_loss":
+    if op == "expert_training_loss" and args[6] is not None and (args[6].dtype, args[0].dtype) not in STORES:
+        return f"takes no {args[6].dtype} features with {args[0].dtype} patches"
+    if op in ("head_training_loss", "expert_training_loss"):
         args = args[:1]  # labels are integers
     if op.startswith("elbo_loss") and args[op == "elbo_loss_backward"].dtype == torch.bfloat16:
         return None

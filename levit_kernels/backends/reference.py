@@ -16,6 +16,7 @@ from ..expansion_distances import expansion_distances_reference
 from ..expert_attention import expert_attention_reference, reference_stages
 from ..folded_attention import folded_attention_reference
 from ..gates import gated_sum
+from ..expert_training import expert_training_loss_reference
 from ..head_training import head_training_loss_reference
 from ..latent_distance import latent_distance_reference
 from ..position_noise import position_noise_reference
@@ -112,6 +113,7 @@ OPS = {
     "vae_codes": vae_codes_reference,
     "vae_training_loss": vae_training_loss_reference,
     "head_training_loss": head_training_loss_reference,
+    "expert_training_loss": expert_training_loss_reference,
     "strided_conv": _dense(strided_conv_reference),
     "transposed_conv": _dense(transposed_conv_reference),
     "batch_norm_fold": batch_norm_fold_composed,

@@ -15,6 +15,7 @@ from ..composed import (
     task_attention,
     vae_codes,
 )
+from ..expert_training import expert_training_loss_reference
 from ..head_training import head_training_loss_reference
 from ..position_noise import position_noise_reference
 from ..strided_conv import strided_conv_reference, transposed_conv_reference
@@ -36,6 +37,7 @@ OPS = {
     "vae_codes": vae_codes.vae_codes,
     "vae_training_loss": vae_training_loss_reference,
     "head_training_loss": head_training_loss_reference,
+    "expert_training_loss": expert_training_loss_reference,
     "strided_conv": lambda *args: strided_conv_reference(*args).contiguous(),
     "transposed_conv": lambda *args: transposed_conv_reference(*args).contiguous(),
     "batch_norm_fold": batch_norm_fold_composed,

@@ -46,6 +46,7 @@ def test_automatic_choice():
         "strided_conv": "cpu" if NATIVE else "torch",
         "transposed_conv": "cpu" if NATIVE else "torch",
         "head_training_loss": "cpu" if NATIVE else "torch",
+        "expert_training_loss": "cpu" if NATIVE else "torch",
         "batch_norm_fold": "torch",
         "position_noise": "torch",
         "task_attention": "cpu" if NATIVE else "torch",
