@@ -196,7 +196,7 @@ class Learner:
 
     def _adam_step(self, rows: Tensor, noise: Tensor) -> Tensor:
         """One Adam step on these slots of the memory [B] with ε [B, L]; its loss."""
-        images, labels = self.memory.images[rows], self.memory.labels[rows]
+        images, labels = (x.index_select(0, rows) for x in (self.memory.images, self.memory.labels))
         loss = self.model.training_loss(images, labels, self.cache.rows(rows), noise=noise)
         self.optimizer.zero_grad()
         loss.backward()

@@ -293,8 +293,8 @@ class LEViT(reference.LEViT):
         return classification_loss(head(fused, batch_statistics=True), labels)
 
     def _transfer(self, images: Tensor, cache: CachedRows | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The active expert's gates, None without transfer, and the frozen ones' features, stored [M, K-1, N, E] with an
-        index [B] or recomputed, None where no expert is frozen.
+        """The active expert's gates, None without transfer, and the frozen ones' features: stored [M, K-1, N, E] with
+        an index [B], or recomputed; None where no expert is frozen.
         """
         if self.cfg.gating == "none":
             return None, None, None

@@ -14,7 +14,7 @@ from .backends.registry import run
 from .head_training import check_head, head_training_loss_reference
 
 ATTENTION = {"w_embed": "Q P", "gain": "Q", "shift": "Q", "w_qkv": "R Q", "b_qkv": "R"}
-"""Of `attention`: the embedding with its batch norm, then the rows (query | key | value, head, channel) of equation 3."""
+"""The embedding with its batch norm, then the rows (query | key | value, head, channel) of equation 3."""
 
 
 def expert_training_loss(

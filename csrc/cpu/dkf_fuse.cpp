@@ -63,13 +63,13 @@ LEVIT_INLINE void fuse_experts(const S* row, const T* gates, T* out, const Sizes
   }
 }
 
-// One image: out [N, E] from its row of the store, kRows experts at a time and the rest in halves.
+// One image: out [N, E] from its row of the store, kRows experts at a time and the rest together.
 template <int kRows, class T, class S>
 LEVIT_INLINE void fuse_row(const S* row, const T* gates, T* out, const Sizes& n, int64_t k = 0) {
   for (; k + kRows <= n.experts; k += kRows) {
     fuse_experts<kRows>(row + k * n.expert_stride, gates + k * n.heads, out, n);
   }
-  if constexpr (kRows > 1) fuse_row<kRows / 2>(row, gates, out, n, k);
+  if constexpr (kRows > 1) fuse_row<kRows - 1>(row, gates, out, n, k);
 }
 
 // One image: by_gate [K, H] = <grad, features> head by head.
@@ -83,7 +83,7 @@ LEVIT_INLINE void dot_row(const S* row, const T* grad, T* by_gate, const Sizes& 
       add_dots<kRows>(grad + part * count, features, n.expert_stride, sums, n.heads, count);
     }
   }
-  if constexpr (kRows > 1) dot_row<kRows / 2>(row, grad, by_gate, n, k);
+  if constexpr (kRows > 1) dot_row<kRows - 1>(row, grad, by_gate, n, k);
 }
 
 #define LEVIT_DKF_ROWS(T, S)                                                                       \

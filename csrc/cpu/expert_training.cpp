@@ -37,6 +37,29 @@ void multiply(Product<T> of, int64_t rows, int64_t columns, T* out) {
   });
 }
 
+// The mean [columns] of x [rows, columns], and x without it
+template <class T>
+LEVIT_INLINE void centre(const T* x, int64_t rows, int64_t columns, double* sums, T* mean, T* centred) {
+  std::fill(sums, sums + columns, 0);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < columns; ++i) sums[i] += x[r * columns + i];
+  }
+  for (int64_t i = 0; i < columns; ++i) mean[i] = static_cast<T>(sums[i] / static_cast<double>(rows));
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < columns; ++i) centred[r * columns + i] = x[r * columns + i] - mean[i];
+  }
+}
+
+LEVIT_MULTIVERSION void centre_rows(const float* x, int64_t rows, int64_t columns, double* sums, float* mean,
+                                    float* centred) {
+  centre(x, rows, columns, sums, mean, centred);
+}
+
+LEVIT_MULTIVERSION void centre_rows(const double* x, int64_t rows, int64_t columns, double* sums, double* mean,
+                                    double* centred) {
+  centre(x, rows, columns, sums, mean, centred);
+}
+
 // Batch norm behind x w^T, folded into w: mean and variance of x w^T follow from mean and covariance of x ([D], SPEC.md,
 // Modes). folded = w scale and bias = shift - center scale with scale = gain / sqrt(variance + epsilon).
 struct Fold {
@@ -51,17 +74,11 @@ Fold fold_batch_norm(const Tensor& x, int64_t rows, const Tensor& weight, const 
   const auto empty = [&](const std::vector<int64_t>& sizes) { return new_empty(weight, sizes); };
   Fold fold{empty({outputs, inputs}), empty({outputs}), empty({inputs}), empty({outputs, inputs}), empty({outputs}),
             empty({outputs})};
-  const T *from = data<T>(x), *w = data<T>(weight);
+  const T* w = data<T>(weight);
   const auto [centred, covariance] = scratch<T, &fold_batch_norm<T>>({rows * inputs, inputs * inputs});
   std::vector<double> sums(inputs);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t i = 0; i < inputs; ++i) sums[i] += from[r * inputs + i];
-  }
   T* mean = data<T>(fold.mean);
-  for (int64_t i = 0; i < inputs; ++i) mean[i] = static_cast<T>(sums[i] / static_cast<double>(rows));
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t i = 0; i < inputs; ++i) centred[r * inputs + i] = from[r * inputs + i] - mean[i];
-  }
+  centre_rows(data<T>(x), rows, inputs, sums.data(), mean, centred);
   multiply<T>({centred, 1, inputs, centred, inputs, rows}, inputs, inputs, covariance);
   for (int64_t i = 0; i < inputs * inputs; ++i) covariance[i] /= static_cast<T>(rows);
   T* covariant = data<T>(fold.covariant);

@@ -19,7 +19,7 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int64_t kBlockImages = 256;  // images of a task: what is kept of them stays in the cache
+constexpr int64_t kBlockImages = 64;  // images of a task: they and a layer's weights stay in L2
 
 // x [count] = e^x
 template <class T>

@@ -14,9 +14,9 @@ from ..dkf_fuse import dkf_fuse_reference
 from ..elbo_loss import elbo_loss_reference
 from ..expansion_distances import expansion_distances_reference
 from ..expert_attention import expert_attention_reference, reference_stages
+from ..expert_training import expert_training_loss_reference
 from ..folded_attention import folded_attention_reference
 from ..gates import gated_sum
-from ..expert_training import expert_training_loss_reference
 from ..head_training import head_training_loss_reference
 from ..latent_distance import latent_distance_reference
 from ..position_noise import position_noise_reference
