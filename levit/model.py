@@ -273,8 +273,8 @@ class LEViT(reference.LEViT):
     def _classification_loss(self, images: Tensor, labels: Tensor, cache: CachedRows | None) -> Tensor:
         """Cross-entropy of the active expert in training: by one kernel, or the head's and an op for every equation."""
         expert, transfer = self.active, self._transfer(images, cache)
-        cast = torch.is_autocast_enabled(images.device.type)
-        if self._attention_packs and not cast and (self.cfg.fusion == "sum" or self.cfg.gating == "none"):
+        whole = self._attention_packs and not torch.is_autocast_enabled(images.device.type)
+        if whole and (self.cfg.fusion == "sum" or self.cfg.gating == "none"):
             parts = patches(images, self.cfg.patch_size)
             weights = expert.attention_parameters(), expert.head.training_weights()
             args = (parts, labels, *weights, self.cfg.num_heads, *transfer, NEGATIVE_SLOPE, expert.norm.eps)
@@ -284,11 +284,7 @@ class LEViT(reference.LEViT):
                 move_statistics([(expert.embed, expert.norm), *expert.head.layers()], statistics, counts)
                 return loss
         fused, head = self._fuse_training(images, *transfer), expert.head
-        if (
-            not cast
-            and self._attention_packs
-            and has_kernel("head_training_loss", fused, labels, head.training_weights())
-        ):
+        if whole and has_kernel("head_training_loss", fused, labels, head.training_weights()):
             return head.training_loss(fused, labels)
         return classification_loss(head(fused, batch_statistics=True), labels)
 

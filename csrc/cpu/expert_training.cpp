@@ -69,7 +69,8 @@ struct Fold {
 };
 
 template <class T>
-Fold fold_batch_norm(const Tensor& x, int64_t rows, const Tensor& weight, const Tensor& gain, const Tensor& shift, double epsilon) {
+Fold fold_batch_norm(const Tensor& x, int64_t rows, const Tensor& weight, const Tensor& gain, const Tensor& shift,
+                     double epsilon) {
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
   const auto empty = [&](const std::vector<int64_t>& sizes) { return new_empty(weight, sizes); };
   Fold fold{empty({outputs, inputs}), empty({outputs}), empty({inputs}), empty({outputs, inputs}), empty({outputs}),
@@ -100,7 +101,7 @@ Fold fold_batch_norm(const Tensor& x, int64_t rows, const Tensor& weight, const 
 // Gradients of the folded weight and bias become those of weight, where the folded one's was, and gain.
 template <class T>
 Tensor unfold_batch_norm(const Fold& fold, const Tensor& weight, const Tensor& gain, double epsilon, const Tensor& by_folded,
-              const Tensor& by_bias) {
+                         const Tensor& by_bias) {
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
   Tensor by_gain = torch::stable::empty_like(gain);
   const T* mean = data<T>(fold.mean);
