@@ -63,13 +63,13 @@ def _check(features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | No
     return size["B"], size["N"], size["E"]
 
 
-def check_index(index: torch.Tensor, rows: int) -> None:
-    """Raises IndexError unless every entry of a CPU index lies in [0, rows)."""
+def check_index(op: str, index: torch.Tensor, rows: int) -> None:
+    """Raises IndexError in the name of `op` unless every entry of a CPU index lies in [0, rows)."""
     if index.is_cpu and index.numel():
         low, high = (int(x) for x in index.aminmax())
         if low < 0 or high >= rows:
             raise IndexError(
-                f"dkf_fuse: index must lie in [0, M={rows}), got {low if low < 0 else high} (negative rows do not wrap)"
+                f"{op}: index must lie in [0, M={rows}), got {low if low < 0 else high} (negative rows do not wrap)"
             )
 
 
@@ -78,7 +78,7 @@ def _kernel(features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | N
     if not size[0]:
         return _fake(features, gates, index)
     if index is not None:
-        check_index(index, len(features))
+        check_index("dkf_fuse", index, len(features))
     return run("dkf_fuse", features, gates, index)
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from . import gates as gating
 from ._check import Shapes
 from .backends.registry import run
+from .dkf_fuse import check_index
 from .head_training import check_head, head_training_loss_reference
 
 ATTENTION = {"w_embed": "Q P", "gain": "Q", "shift": "Q", "w_qkv": "R Q", "b_qkv": "R"}
@@ -51,7 +52,8 @@ def expert_training_loss(
         variance of patches w_embedT `[Q]`, and of x wT `[out]` for each hidden layer of the head.
 
     Raises:
-        ValueError: a shape, device, label, slope or epsilon; TypeError: a dtype (all but features share one).
+        ValueError: a shape, device, label, slope or epsilon; TypeError: a dtype (all but features share one);
+            IndexError: an index outside [0, M) (on a GPU a device-side assertion).
     """
     shapes = Shapes("expert_training_loss", may_be_empty="")
     shapes.match("patches", patches, "B N P")
@@ -73,10 +75,14 @@ def expert_training_loss(
             raise ValueError(
                 f"expert_training_loss: without an index features must have M = B = {len(patches)}, got {len(features)}"
             )
-        if index is not None and (index.dtype != torch.int64 or index.shape != patches.shape[:1]):
-            raise ValueError(
-                f"expert_training_loss: index must be int64 [B={len(patches)}], got {index.dtype} {list(index.shape)}"
-            )
+        if index is not None:
+            if index.dtype != torch.int64 or index.shape != patches.shape[:1]:
+                raise ValueError(
+                    f"expert_training_loss: index must be int64 [B={len(patches)}], got {index.dtype} "
+                    f"{list(index.shape)}"
+                )
+            shapes.match_device("index", index.device)
+            check_index("expert_training_loss", index, len(features))
     elif gates is not None and len(gates) != 1:
         raise ValueError(f"expert_training_loss: gates of {len(gates)} experts need features of the others, got None")
     check_head(shapes, labels, head, negative_slope, epsilon)

@@ -214,10 +214,40 @@ def test_refusals(change, error, message):
         of()
 
 
-@pytest.mark.skipif(cpu.unavailable() is not None, reason=f"native kernels: {cpu.unavailable()}")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("row", [-1, 10])
-def test_an_index_outside_the_store_is_refused(row):
+def test_an_index_outside_the_store_is_refused(row, backend):
     of = Arguments("odd", torch.float32)
     of.index[2] = row
-    with use_backend("cpu"), pytest.raises(RuntimeError, match=rf"index must lie in \[0, M = 10\), got {row}"):
+    with (
+        use_backend(backend),
+        pytest.raises(IndexError, match=rf"training_loss: index must lie in \[0, M=10\), got {row}"),
+    ):
         of()
+
+
+@pytest.mark.skipif(cpu.unavailable() is not None, reason=f"native kernels: {cpu.unavailable()}")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(index=lambda x: x + 10), r"index must lie in \[0, M = 10\)"),
+        (dict(index=lambda x: x[1:]), "out must be dense"),
+        (dict(features=lambda x: x[:, :, 1:]), "out must be dense"),
+        (dict(features=lambda x: x[:, 1:]), "gates must be dense and fit"),
+        (dict(features=lambda x: x.half()), "takes float32 or bfloat16 features"),
+        (dict(gates=lambda x: None), "features need gates"),
+        (dict(gates=lambda x: x[:, :1].expand(-1, 3)), "gates must be dense and fit"),
+        (dict(heads=lambda x: 4), "w_qkv must be dense and fit"),
+        (dict(attention=lambda x: x[:4]), "5 tensors of attention"),
+        (dict(attention=lambda x: [x[0].t(), *x[1:]]), "must be dense and fit"),
+        (dict(patches=lambda x: x.half()), "must be float32 or float64"),
+    ],
+)
+def test_the_kernel_itself_reads_nothing_that_is_not_there(change, message):
+    of = Arguments("odd", torch.float32)
+    for name, edit in change.items():
+        setattr(of, name, edit(getattr(of, name)))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
+        torch.ops.levit_native.expert_training(
+            of.patches, of.labels, of.attention, of.head, of.gates, of.features, of.index, of.heads, 0.2, 1e-5
+        )
