@@ -117,6 +117,15 @@ def test_loss_gradients_and_statistics_are_those_of_float64(name, backend, dtype
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "learns"), [("mnist", False), ("cifar", False), ("no-hidden", True)])
+def test_a_batch_norm_behind_the_values_leaves_their_bias_exactly_as_it_is(name, learns, backend):
+    of = Arguments(name, torch.float32)
+    by_b_qkv = of.outcome(backend)[5]
+    assert by_b_qkv.shape == of.attention[4].shape
+    assert by_b_qkv[2 * len(by_b_qkv) // 3 :].any() == learns
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_store_in_bfloat16_is_read_as_it_is(backend):
     of = Arguments("odd", torch.float32, store=torch.bfloat16)
     assert_close(of.outcome(backend), exact(of), torch.float32, 1e-5)
