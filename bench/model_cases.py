@@ -231,11 +231,12 @@ def _same_step(output: Step, expected: Step) -> None:
 
 
 def _close_step(output: Step, expected: Step) -> None:
-    """Where frozen features are rounded. A gate does not tell a wrong expert from a rounded one, since Adam takes whole
-    steps where its gradient is about zero: the features themselves have to be close, expert by expert.
+    """Where frozen features, codes and what learns are rounded. A gate does not tell a wrong expert from a rounded one,
+    since Adam takes whole steps where its gradient is about zero: the features themselves have to be close, expert by
+    expert.
     """
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-3, atol=0)
-    torch.testing.assert_close(output.distances, expected.distances, rtol=1e-4, atol=0)
+    torch.testing.assert_close(output.distances, expected.distances, rtol=2e-3, atol=0)
     some = torch.arange(min(64, output.stream.cfg.memory_size))
     want = expected.stream.frozen_features(some).flatten(2)
     error = (output.stream.frozen_features(some).flatten(2) - want).norm(dim=(0, 2)) / want.norm(dim=(0, 2))

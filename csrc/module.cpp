@@ -15,18 +15,19 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
       "Tensor w_values, Tensor b_values, Tensor? gates, float negative_slope, Tensor(a!) out) -> ()");
   m.def(
       "expert_attention_train(Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_qkv, Tensor b_qkv, "
-      "Tensor? gates, float negative_slope) -> Tensor[]");
+      "Tensor? gates, float negative_slope, bool bf16) -> Tensor[]");
   m.def(
       "expert_attention_train_backward(Tensor grad, Tensor patches, Tensor w_embed, Tensor b_embed, Tensor w_qkv, "
-      "Tensor b_qkv, Tensor? gates, float negative_slope, Tensor[] kept, bool needs_patches) -> Tensor[]");
+      "Tensor b_qkv, Tensor? gates, float negative_slope, Tensor[] kept, bool needs_patches, bool bf16) -> Tensor[]");
   m.def("elbo_loss(Tensor images, Tensor[] encoder, Tensor[] decoder, float beta, Tensor? noise) -> Tensor");
-  m.def("vae_codes(Tensor images, Tensor[] encoder, Tensor noise) -> Tensor");
-  m.def("vae_training(Tensor images, Tensor[] weights, float beta, Tensor noise) -> Tensor[]");
+  m.def("vae_codes(Tensor images, Tensor[] encoder, Tensor noise, bool bf16) -> Tensor");
+  m.def("vae_training(Tensor images, Tensor[] weights, float beta, Tensor noise, bool bf16) -> Tensor[]");
   m.def(
-      "head_training(Tensor features, Tensor labels, Tensor[] weights, float negative_slope, float epsilon) -> Tensor[]");
+      "head_training(Tensor features, Tensor labels, Tensor[] weights, float negative_slope, float epsilon, bool bf16) "
+      "-> Tensor[]");
   m.def(
       "expert_training(Tensor patches, Tensor labels, Tensor[] attention, Tensor[] head, Tensor? gates, Tensor? features, "
-      "Tensor? index, int heads, float negative_slope, float epsilon) -> Tensor[]");
+      "Tensor? index, int heads, float negative_slope, float epsilon, bool bf16) -> Tensor[]");
   m.def("conv_to_coarse(Tensor fine, Tensor weight, Tensor? bias, int height, int width) -> Tensor");
   m.def("conv_to_fine(Tensor coarse, Tensor weight, Tensor? bias, int height, int width) -> Tensor");
   m.def("conv_weight_gradient(Tensor coarse, Tensor fine, int kernel) -> Tensor");

@@ -1,4 +1,6 @@
 // The native ops, one prototype each. To add one: declare it here, write cpu/<op>.cpp, register it in module.cpp.
+// With bf16 the large products of float32 tensors round their factors to bfloat16 where the CPU has dot products of such;
+// sums, results and all else are float32.
 #pragma once
 
 #include <cstdint>
@@ -31,14 +33,14 @@ void folded_attention(const Tensor& patches, const Tensor& w_embed, const Tensor
 // [B, N, Q], [B, N, 3, H, d], [H, B, N, N].
 std::vector<Tensor> expert_attention_train(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed,
                                            const Tensor& w_qkv, const Tensor& b_qkv, const std::optional<Tensor>& gates,
-                                           double negative_slope);
+                                           double negative_slope, bool bf16);
 
 // grad [B, N, H*d] and what was kept -> gradients of patches (empty unless asked for), of w_embed, b_embed, w_qkv and
 // b_qkv, and of the gate of every image and head [B, H]
 std::vector<Tensor> expert_attention_train_backward(const Tensor& grad, const Tensor& patches, const Tensor& w_embed,
                                                     const Tensor& b_embed, const Tensor& w_qkv, const Tensor& b_qkv,
                                                     const std::optional<Tensor>& gates, double negative_slope,
-                                                    const std::vector<Tensor>& kept, bool needs_patches);
+                                                    const std::vector<Tensor>& kept, bool needs_patches, bool bf16);
 
 // images [B, F], encoder w1 b1 w2 b2 w_mu b_mu w_log_sigma b_log_sigma, decoder w1 b1 w2 b2 w3 b3, every w dense
 // [K, out, in], every b [K, out], noise [S, L] or none, all float32 or all float64 -> VAE losses [B, K].
@@ -46,19 +48,19 @@ Tensor elbo_loss(const Tensor& images, const std::vector<Tensor>& encoder, const
                  double beta, const std::optional<Tensor>& noise);
 
 // images [B, F], encoder as of elbo_loss, noise [K, B, L], all float32 or all float64 -> mu + sigma * noise [K, B, L].
-Tensor vae_codes(const Tensor& images, const std::vector<Tensor>& encoder, const Tensor& noise);
+Tensor vae_codes(const Tensor& images, const std::vector<Tensor>& encoder, const Tensor& noise, bool bf16);
 
 // images [B, F], weights of one MLP VAE in nn.Linear's layout, w [out, in] and b [out] of the encoder's w1 w2 w_mu w_log_sigma
 // and the decoder's w1 w2 w3, noise [B, L], all float32 or all float64 -> the mean loss of the images, and the gradients
 // of the weights in their order
 std::vector<Tensor> vae_training(const Tensor& images, const std::vector<Tensor>& weights, double beta,
-                                 const Tensor& noise);
+                                 const Tensor& noise, bool bf16);
 
 // features [B, F], labels int64 [B] (-1: none), weights w [out, in], gain [out], shift [out] per hidden layer, then w, b of
 // the last, all float32 or all float64 -> the mean cross-entropy of the labelled images, the gradient of the features,
 // those of the weights in their order, and mean and (biased) variance of x w^T per hidden layer
 std::vector<Tensor> head_training(const Tensor& features, const Tensor& labels, const std::vector<Tensor>& weights,
-                                  double negative_slope, double epsilon);
+                                  double negative_slope, double epsilon, bool bf16);
 
 // patches [B, N, P], labels int64 [B] (-1: none), attention w_embed [Q, P], gain, shift [Q], w_qkv [3 H d, Q], b_qkv [3 H d],
 // head as of head_training, gates [K, H or 1] or none, features [M, K - 1, N, H d] or none (K = 1) with index as of
@@ -67,7 +69,7 @@ std::vector<Tensor> head_training(const Tensor& features, const Tensor& labels, 
 std::vector<Tensor> expert_training(const Tensor& patches, const Tensor& labels, const std::vector<Tensor>& attention,
                                     const std::vector<Tensor>& head, const std::optional<Tensor>& gates,
                                     const std::optional<Tensor>& features, const std::optional<Tensor>& index,
-                                    int64_t heads, double negative_slope, double epsilon);
+                                    int64_t heads, double negative_slope, double epsilon, bool bf16);
 
 // Convolution of stride 2 and padding 1, fine [B, H, W, F] -> coarse [B, height, width, C], its transposed one, coarse ->
 // fine, and their weight's gradient [C, F, kernel, kernel]; weight [C, F, k, k] both ways, bias none or [channels of the

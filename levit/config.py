@@ -116,8 +116,10 @@ class LEViTConfig:
     cache_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which the cache keeps the frozen experts' features."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the frozen experts: `bf16` computes their attention and, of MLP VAEs, the losses that route in bfloat16, sums
-    in float32, and caches in it. What learns, codes and heads stay as they are; the reference ignores it."""
+    """`bf16` keeps the frozen experts' attention, their stored features and the MLP VAEs that route in bfloat16. On a
+    CPU that multiplies pairs of such numbers it also rounds the factors of large products where the active expert
+    learns and where codes are made. Sums, parameters, gradients and Adam's state are float32; the reference ignores
+    it."""
 
     def __post_init__(self) -> None:
         if self.head_dim is None:

@@ -86,13 +86,13 @@ class Head(nn.Module):
             x = nn.functional.leaky_relu(linear_norm(linear, norm, x, batch_statistics), NEGATIVE_SLOPE)
         return self.out(x)
 
-    def training_loss(self, fused: Tensor, labels: Tensor) -> Tensor:
+    def training_loss(self, fused: Tensor, labels: Tensor, bf16: bool = False) -> Tensor:
         """Mean cross-entropy of the images with a label, [B, N, E] and [B] → scalar, as `forward` has it with batch
         statistics. The running ones move.
         """
         epsilon = self.norms[0].eps if len(self.norms) else 1e-5
         loss, *statistics = head_training_loss(
-            fused.flatten(1), labels, self.training_weights(), NEGATIVE_SLOPE, epsilon
+            fused.flatten(1), labels, self.training_weights(), NEGATIVE_SLOPE, epsilon, bf16
         )
         move_statistics(list(self.layers()), statistics, [len(fused)] * len(self.norms))
         return loss

@@ -166,7 +166,7 @@ class LEViT(reference.LEViT):
         if self.cfg.vae != "mlp":
             encoded = [expert.vae.encode(images) for expert in self.frozen]
             return torch.stack([mu + log_sigma.exp() * e for (mu, log_sigma), e in zip(encoded, noise, strict=True)])
-        return vae_codes(images.flatten(1), self.knowledge.vae(self.frozen).encoder, noise)
+        return vae_codes(images.flatten(1), self.knowledge.vae(self.frozen).encoder, noise, self._bf16)
 
     def _choose(self, images: Tensor, class_logits: Tensor | None = None) -> Tensor:
         if self.router is None:
@@ -177,12 +177,12 @@ class LEViT(reference.LEViT):
         if self.cfg.vae != "mlp" or torch.is_grad_enabled():
             return super()._active_codes(images, generator)
         noise = normal((1, len(images), self.cfg.latent_dim), images, generator)
-        return vae_codes(images.flatten(1), vae_weights(self.active).encoder, noise)[0]
+        return vae_codes(images.flatten(1), vae_weights(self.active).encoder, noise, self._bf16)[0]
 
     def _mean_vae_loss(self, images: Tensor, noise: Tensor) -> Tensor:
         if self.cfg.vae != "mlp":
             return super()._mean_vae_loss(images, noise)
-        args = (images.flatten(1), vae_parameters(self.active), self.cfg.beta, noise)
+        args = (images.flatten(1), vae_parameters(self.active), self.cfg.beta, noise, self._bf16)
         if not has_kernel("vae_training_loss", *args):
             return super()._mean_vae_loss(images, noise)
         return vae_training_loss(*args)
@@ -206,13 +206,17 @@ class LEViT(reference.LEViT):
 
     def _derive(self) -> None:
         """What a fused model has beyond its parameters: nothing that would have to be saved."""
-        self.knowledge = KnowledgeBase(self.cfg.num_heads, torch.bfloat16 if self.cfg.precision == "bf16" else None)
+        self.knowledge = KnowledgeBase(self.cfg.num_heads, torch.bfloat16 if self._bf16 else None)
         self._told = False
+
+    @property
+    def _bf16(self) -> bool:
+        return self.cfg.precision == "bf16"
 
     @property
     def _frozen_dtype(self) -> torch.dtype:
         """What the frozen experts' attention and routing losses are computed in."""
-        return torch.bfloat16 if self.cfg.precision == "bf16" else self.weight.dtype
+        return torch.bfloat16 if self._bf16 else self.weight.dtype
 
     def _frozen_elbo_loss(self, pixels: Tensor, noise: Tensor | None, only: int | None = None) -> Tensor:
         """`elbo_loss` of the frozen experts, or of `only` one: pixels [B, F] → [B, K-1 or 1]."""
@@ -277,7 +281,7 @@ class LEViT(reference.LEViT):
         if whole and (self.cfg.fusion == "sum" or self.cfg.gating == "none"):
             parts = patches(images, self.cfg.patch_size)
             weights = expert.attention_parameters(), expert.head.training_weights()
-            args = (parts, labels, *weights, self.cfg.num_heads, *transfer, NEGATIVE_SLOPE, expert.norm.eps)
+            args = (parts, labels, *weights, self.cfg.num_heads, *transfer, NEGATIVE_SLOPE, expert.norm.eps, self._bf16)
             if has_kernel("expert_training_loss", *args):
                 loss, *statistics = expert_training_loss(*args)
                 counts = [parts.shape[0] * parts.shape[1]] + [len(images)] * len(expert.head.norms)
@@ -285,7 +289,7 @@ class LEViT(reference.LEViT):
                 return loss
         fused, head = self._fuse_training(images, *transfer), expert.head
         if whole and has_kernel("head_training_loss", fused, labels, head.training_weights()):
-            return head.training_loss(fused, labels)
+            return head.training_loss(fused, labels, self._bf16)
         return classification_loss(head(fused, batch_statistics=True), labels)
 
     def _transfer(self, images: Tensor, cache: CachedRows | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

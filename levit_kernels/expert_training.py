@@ -29,6 +29,7 @@ def expert_training_loss(
     index: torch.Tensor | None = None,
     negative_slope: float = 0.2,
     epsilon: float = 1e-5,
+    bf16: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Mean cross-entropy of the labelled images under the expert in training ([P] equations 2-5, 8 and 9, batch
     statistics). Frozen experts take part through stored features.
@@ -46,6 +47,8 @@ def expert_training_loss(
         index: int64 `[B]`, which row is each image's; None where M is B and they are in order.
         negative_slope: of every LeakyReLU, > 0.
         epsilon: of every batch norm, > 0.
+        bf16: where the tensors are float32, the factors of matrix products may be rounded to bfloat16; sums and results
+            stay float32. A backend that has no such products ignores it.
 
     Returns:
         The loss, a scalar, differentiable once in attention, head and gates; then, without gradients, mean and biased
@@ -88,7 +91,7 @@ def expert_training_loss(
     check_head(shapes, labels, head, negative_slope, epsilon)
     if len(patches) < 2:
         raise ValueError("expert_training_loss: patches must have B >= 2, batch norm knows no variance of one image")
-    args = (patches.detach(), labels, attention, head, num_heads, gates, features, index, negative_slope, epsilon)
+    args = (patches.detach(), labels, attention, head, num_heads, gates, features, index, negative_slope, epsilon, bf16)
     return run("expert_training_loss", *args)
 
 
@@ -103,6 +106,7 @@ def expert_training_loss_reference(
     index: torch.Tensor | None,
     negative_slope: float,
     epsilon: float,
+    bf16: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """The same in plain torch."""
     w_embed, gain, shift, w_qkv, b_qkv = attention

@@ -20,6 +20,7 @@ def head_training_loss(
     weights: Sequence[torch.Tensor],
     negative_slope: float = 0.2,
     epsilon: float = 1e-5,
+    bf16: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Mean cross-entropy of the labelled images behind (linear, batch norm, LeakyReLU) per hidden layer and a last
     linear one ([P] equations 5 and 9); batch norm takes the statistics of the batch, and so out any bias before it.
@@ -31,6 +32,8 @@ def head_training_loss(
             matrices as nn.Linear keeps them.
         negative_slope: of the LeakyReLU, > 0.
         epsilon: of batch norm, > 0.
+        bf16: where the tensors are float32, the factors of matrix products may be rounded to bfloat16; sums and results
+            stay float32. A backend that has no such products ignores it.
 
     Returns:
         The loss, a scalar, differentiable once in features and weights; then, without gradients, mean and biased
@@ -44,7 +47,7 @@ def head_training_loss(
     check_head(shapes, labels, weights, negative_slope, epsilon, "weights")
     if len(weights) > 2 and len(features) < 2:
         raise ValueError("head_training_loss: features must have B >= 2, batch norm knows no variance of one image")
-    return run("head_training_loss", features, labels, weights, negative_slope, epsilon)
+    return run("head_training_loss", features, labels, weights, negative_slope, epsilon, bf16)
 
 
 def check_head(
@@ -83,6 +86,7 @@ def head_training_loss_reference(
     weights: Sequence[torch.Tensor],
     negative_slope: float,
     epsilon: float,
+    bf16: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """The same in plain torch."""
     statistics: list[torch.Tensor] = []

@@ -30,7 +30,7 @@ WEIGHTS = {
 
 
 def vae_training_loss(
-    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor
+    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor, bf16: bool = False
 ) -> torch.Tensor:
     """Mean over images of sum_pixels (x' - x)^2 + beta * KL(q || N(0, I)) at codes mu + sigma * noise ([P], clamp [D]).
 
@@ -40,6 +40,8 @@ def vae_training_loss(
             w4, b4, w5 `[F,g2]`, b5], matrices as nn.Linear keeps them; tanh, tanh, linear; tanh, ReLU, linear.
         beta: weight of the KL term, finite.
         noise: `[B,L]`.
+        bf16: where the tensors are float32, the factors of matrix products may be rounded to bfloat16; sums and results
+            stay float32. A backend that has no such products ignores it.
 
     Returns:
         A scalar, differentiable once in the weights.
@@ -53,11 +55,11 @@ def vae_training_loss(
     shapes.match("noise", noise, "B L")
     if not math.isfinite(beta):
         raise ValueError(f"vae_training_loss: beta must be finite, got {beta}")
-    return run("vae_training_loss", images.detach(), weights, beta, noise.detach())
+    return run("vae_training_loss", images.detach(), weights, beta, noise.detach(), bf16)
 
 
 def vae_training_loss_reference(
-    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor
+    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor, bf16: bool = False
 ) -> torch.Tensor:
     """The same in plain torch."""
     stacked = [w.t()[None] if w.dim() == 2 else w[None] for w in weights]

@@ -23,8 +23,6 @@ namespace levit::attention {
 constexpr int64_t kMaxVectors = 8;           // token vectors of a tile: enough to fill lanes with images of any length
 constexpr int64_t kChunkElements = 1 << 17;  // patches and sums of the images that go through all experts: half an L2
 
-inline int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
-
 // How many images share a tile: vectors go in pairs through the projections, and few of their lanes should be idle.
 inline int64_t images_per_tile(int64_t tokens, int64_t lanes) {
   int64_t best = 1;
@@ -50,16 +48,18 @@ struct Kernel : private Products<T, kWidth> {
 
   static constexpr int64_t words(int64_t channels) { return (channels + kInputs - 1) / kInputs; }
 
-  // out from channel c on = sums: in words, as another projection takes them in, or channel by channel
+  // out from channel c on = sums: as they are, channel by channel, or in words, as another projection takes them in
   template <int C, int kVectors, class Out>
   static LEVIT_INLINE void keep(const V (&sums)[C][kVectors], int64_t c, Out* out, int64_t stride) {
-    constexpr int kStep = std::is_same_v<Out, T> ? 1 : kInputs;
+    constexpr int kStep = std::is_same_v<Out, Word> ? kInputs : 1;
 #pragma GCC unroll 16
     for (int n = 0; n < C; n += kStep) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
         Out* at = out + (c + n) / kStep * stride + v * kWidth;
-        if constexpr (kStep == 1) {
+        if constexpr (std::is_same_v<Out, Sum>) {
+          store(at, sums[n][v]);
+        } else if constexpr (kStep == 1) {
           store(at, Number::narrow(sums[n][v]));
         } else {
           const V pair[kStep] = {sums[n][v], n + 1 < C ? sums[n + 1][v] : V{}};

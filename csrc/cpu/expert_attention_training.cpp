@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
@@ -37,7 +38,11 @@ struct Chosen {
   void operator()(const Training<T>& step, Phase phase, int64_t count, int64_t together = 1) const {
     const int64_t parts = (count + together - 1) / together;
     torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-      run(step, phase, {begin * together, std::min(count, end * together)});
+      const Range range{begin * together, std::min(count, end * together)};
+      if constexpr (std::is_same_v<T, float>) {
+        if (step.bf16) return run_bf16(step, phase, range);
+      }
+      run(step, phase, range);
     });
   }
 };
@@ -51,6 +56,7 @@ struct Arguments {
   const Tensor &patches, &w_embed, &b_embed, &w_qkv, &b_qkv;
   const std::optional<Tensor>& gates;
   double negative_slope;
+  bool bf16;
 };
 
 void check(const Arguments& of) {
@@ -91,6 +97,7 @@ Training<T> prepare(const Arguments& of) {
   step.batch = of.patches.size(0), step.tokens = of.patches.size(1), step.pixels = of.patches.size(2);
   step.heads = of.w_qkv.size(1), step.depth = of.w_qkv.size(2), step.width = of.w_qkv.size(3);
   step.slope = static_cast<T>(of.negative_slope);
+  step.bf16 = rounds_factors<T>(of.bf16);
   step.folded = folding_saves<T>(step.batch * step.tokens, step.width, step.heads, step.depth);
   step.patches = data<T>(of.patches);
   step.w_embed = data<T>(of.w_embed), step.b_embed = data<T>(of.b_embed);
@@ -138,9 +145,11 @@ void backward(const Arguments& of, const Tensor& grad, const std::vector<Tensor>
   fold(step, kernel);
   const int64_t all = step.batch * step.tokens, panel = 2 * kernel.lanes;
   const int64_t panels = (step.rows() + panel - 1) / panel, embed_panels = (step.width + panel - 1) / panel;
+  step.panel_rows = all + panel;  // powers of two apart, panels would share the cache's sets
   const auto [of_projections, of_embedding, token_rows, by_w, by_b] =
-      scratch<T, &backward<T>>({panels * panel * all, embed_panels * panel * all, all * step.width,
-                                step.folded ? step.rows() * step.w_stride : 0, step.folded ? step.rows() : 0});
+      scratch<T, &backward<T>>({panels * panel * step.panel_rows, embed_panels * panel * step.panel_rows,
+                                all * round_up(step.width, kernel.lanes), step.folded ? step.rows() * step.w_stride : 0,
+                                step.folded ? step.rows() : 0});
   step.panels = of_projections, step.embed_panels = of_embedding, step.token_rows = token_rows;
   step.by_w = step.folded ? by_w : step.by_w_qkv, step.by_b = step.folded ? by_b : step.by_b_qkv;
   kernel(step, Phase::kBackward, step.batch, images_per_tile(step.tokens, kernel.lanes));
@@ -152,8 +161,8 @@ void backward(const Arguments& of, const Tensor& grad, const std::vector<Tensor>
 
 std::vector<Tensor> expert_attention_train(const Tensor& patches, const Tensor& w_embed, const Tensor& b_embed,
                                            const Tensor& w_qkv, const Tensor& b_qkv, const std::optional<Tensor>& gates,
-                                           double negative_slope) {
-  const Arguments of{patches, w_embed, b_embed, w_qkv, b_qkv, gates, negative_slope};
+                                           double negative_slope, bool bf16) {
+  const Arguments of{patches, w_embed, b_embed, w_qkv, b_qkv, gates, negative_slope, bf16};
   check(of);
   const int64_t batch = patches.size(0), tokens = patches.size(1), width = w_embed.size(0);
   const int64_t heads = w_qkv.size(1), depth = w_qkv.size(2);
@@ -171,8 +180,8 @@ std::vector<Tensor> expert_attention_train(const Tensor& patches, const Tensor& 
 std::vector<Tensor> expert_attention_train_backward(const Tensor& grad, const Tensor& patches, const Tensor& w_embed,
                                                     const Tensor& b_embed, const Tensor& w_qkv, const Tensor& b_qkv,
                                                     const std::optional<Tensor>& gates, double negative_slope,
-                                                    const std::vector<Tensor>& kept, bool needs_patches) {
-  const Arguments of{patches, w_embed, b_embed, w_qkv, b_qkv, gates, negative_slope};
+                                                    const std::vector<Tensor>& kept, bool needs_patches, bool bf16) {
+  const Arguments of{patches, w_embed, b_embed, w_qkv, b_qkv, gates, negative_slope, bf16};
   check(of);
   const int64_t batch = patches.size(0), tokens = patches.size(1), width = w_embed.size(0);
   const int64_t heads = w_qkv.size(1), depth = w_qkv.size(2);

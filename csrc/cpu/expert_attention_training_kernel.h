@@ -11,20 +11,28 @@
 
 namespace levit::attention {
 
-template <class T, int kWidth, int kChannels>
-struct TrainingKernel : private WeightsKernel<T, kWidth, kChannels> {
+// Factor is what the products with weights and with tokens, nearly all of the work, multiply: T or, rounded, BFloat16.
+template <class T, int kWidth, int kChannels, class Factor = T>
+struct TrainingKernel : private WeightsKernel<T, kWidth, kChannels, Factor> {
   using V = Lanes<T, kWidth>;
-  using Base = WeightsKernel<T, kWidth, kChannels>;
-  using Inference = Kernel<T, kWidth, kChannels>;
-  using Base::copy, Base::multiply, Base::to_panels, Base::turn;
+  using Base = WeightsKernel<T, kWidth, kChannels, Factor>;
+  using Inference = Kernel<Factor, kWidth, kChannels>;
+  using Large = Factors<T, Factor>;
+  using Base::copy, Base::multiply, Base::to_panels, Base::to_words, Base::turn;
 
   // A tile of images, token after token. Whole vectors of one image's tokens may reach into the next image, which is
-  // computed after it, or behind the last one.
+  // computed after it, or behind the last one. A tile of nothing but whole vectors is kept as it is.
   struct Tile {
     int64_t first, count, used, stride;
     Tile(const Training<T>& step, int64_t begin, int64_t end) : first(begin), count(end - begin) {
       used = count * step.tokens;
       stride = round_up(used - step.tokens + round_up(step.tokens, kWidth), kWidth);
+    }
+
+    bool is_kept() const { return stride == used; }
+    T* tokens_in(const Training<T>& step) const { return step.kept_tokens + first * step.width * step.tokens; }
+    T* projections_in(const Training<T>& step) const {
+      return step.kept_projections + first * 3 * step.features() * step.tokens;
     }
   };
 
@@ -90,21 +98,28 @@ struct TrainingKernel : private WeightsKernel<T, kWidth, kChannels> {
     const int64_t together = images_per_tile(tokens, kWidth), rows = step.rows(), width = step.width;
     const int64_t lanes = Tile(step, 0, together).stride;
     const double scale = 1 / std::sqrt(static_cast<double>(step.depth));
-    const auto [x, z, y, p, sums] =
-        scratch<T, Phase::kForward>(
-            {step.pixels * lanes, width * lanes, rows * lanes, tokens * padded, features * padded});
+    const auto [x, own_z, own_y, p, sums, embed_room, room, tile_room] = scratch<T, Phase::kForward>(
+        {step.pixels * lanes, width * lanes, rows * lanes, tokens * padded, features * padded,
+         Large::room(width, step.pixels), Large::room(rows, width), Large::room(std::max(step.pixels, width), lanes)});
+    const Product<Factor> embed = Large::weights(step.w_embed, step.pixels, 1, width, step.pixels, embed_room);
+    const Product<Factor> projections = Large::weights(step.w, step.w_stride, 1, rows, width, room);
     for (int64_t begin = images.begin; begin < images.end; begin += together) {
       const Tile tile(step, begin, std::min(begin + together, images.end));
       const int64_t stride = tile.stride;
+      T *z = tile.is_kept() ? tile.tokens_in(step) : own_z, *y = tile.is_kept() ? tile.projections_in(step) : own_y;
       for (int64_t i = 0; i < tile.count; ++i) {
         const T* of_image = step.patches + (begin + i) * tokens * step.pixels;
         turn(of_image, step.pixels, tokens, step.pixels, x + i * tokens, stride);
       }
-      Inference::project({step.w_embed, step.pixels, 1, x, stride, step.pixels}, step.b_embed, width, step.slope, z,
-                         nullptr);
-      Inference::project({step.w, step.w_stride, 1, z, stride, width}, step.b, rows, T(1), y, nullptr);
+      Inference::project(Large::times(embed, x, stride, stride, step.pixels, tile_room), step.b_embed, width, step.slope,
+                         z, nullptr);
+      Inference::project(Large::times(projections, z, stride, stride, width, tile_room), step.b, rows, T(1), y, nullptr);
       for (int64_t i = 0; i < tile.count; ++i) {
-        const int64_t image = begin + i, at = i * tokens;
+        const int64_t image = begin + i, at = i * tokens, next = image + together;
+        if (next < images.end) {  // while this tile is computed, ask for where the next one goes
+          fetch<true>(step.kept_tokens + next * width * tokens, width * tokens);
+          fetch<true>(step.kept_projections + next * 3 * features * tokens, rows * tokens);
+        }
         for (int64_t h = 0; h < step.heads; ++h) {
           const T* keys = (step.folded ? z : y + step.key(h) * stride) + at;
           probabilities(y + step.query(h) * stride + at, keys, stride, tokens, step.query_width(), scale, p, padded);
@@ -117,8 +132,10 @@ struct TrainingKernel : private WeightsKernel<T, kWidth, kChannels> {
             store(to + c, gate == 0 ? V{} : load<kWidth>(to + c) * gate);  // a gate of zero lets no NaN through
           }
         }
-        copy(z + at, stride, width, tokens, step.kept_tokens + image * width * tokens, tokens);
-        copy(y + at, stride, rows, tokens, step.kept_projections + image * 3 * features * tokens, tokens);
+        if (!tile.is_kept()) {
+          copy(z + at, stride, width, tokens, step.kept_tokens + image * width * tokens, tokens);
+          copy(y + at, stride, rows, tokens, step.kept_projections + image * 3 * features * tokens, tokens);
+        }
         turn(sums, padded, features, tokens, step.out + image * tokens * features, features);
       }
     }
@@ -127,22 +144,30 @@ struct TrainingKernel : private WeightsKernel<T, kWidth, kChannels> {
   static LEVIT_INLINE void backward(const Training<T>& step, Range images) {
     const int64_t tokens = step.tokens, padded = round_up(tokens, kWidth), features = step.features();
     const int64_t together = images_per_tile(tokens, kWidth), rows = step.rows(), width = step.width;
-    const int64_t lanes = Tile(step, 0, together).stride, all = step.batch * tokens;
+    const int64_t lanes = Tile(step, 0, together).stride;
     const double scale = 1 / std::sqrt(static_cast<double>(step.depth));
     const int64_t square = padded * padded;
-    const auto [z, by_z, y, by_y, p, by_p, turned, by_turned, grad, by_x] =
+    const auto [own_z, by_z, own_y, by_y, p, by_p, turned, by_turned, grad, by_x, room, tile_room] =
         scratch<T, Phase::kBackward>({width * lanes, width * lanes, rows * lanes, rows * lanes, square, square, square,
-                                      square, features * padded, step.pixels * lanes});
+                                      square, features * padded, step.pixels * lanes, Large::room(width, rows),
+                                      Large::room(rows, lanes)});
+    const Product<Factor> back = Large::weights(step.w, 1, step.w_stride, width, rows, room);
     for (int64_t begin = images.begin; begin < images.end; begin += together) {
       const Tile tile(step, begin, std::min(begin + together, images.end));
       const int64_t stride = tile.stride, row = begin * tokens;
-      for (int64_t i = 0; i < tile.count; ++i) {
+      const T *z = tile.is_kept() ? tile.tokens_in(step) : own_z, *y = tile.is_kept() ? tile.projections_in(step) : own_y;
+      for (int64_t i = 0; !tile.is_kept() && i < tile.count; ++i) {
         const int64_t image = begin + i;
-        copy(step.kept_tokens + image * width * tokens, tokens, width, tokens, z + i * tokens, stride);
-        copy(step.kept_projections + image * 3 * features * tokens, tokens, rows, tokens, y + i * tokens, stride);
+        copy(step.kept_tokens + image * width * tokens, tokens, width, tokens, own_z + i * tokens, stride);
+        copy(step.kept_projections + image * 3 * features * tokens, tokens, rows, tokens, own_y + i * tokens, stride);
       }
       for (int64_t i = 0; i < tile.count; ++i) {
-        const int64_t image = begin + i, at = i * tokens;
+        const int64_t image = begin + i, at = i * tokens, next = image + together;
+        if (next < images.end) {  // while this tile is computed, ask for what the next one reads
+          fetch(step.kept_tokens + next * width * tokens, width * tokens);
+          fetch(step.kept_projections + next * 3 * features * tokens, rows * tokens);
+          fetch(step.grad + next * tokens * features, tokens * features);
+        }
         turn(step.grad + image * tokens * features, features, tokens, features, grad, padded);
         for (int64_t h = 0; h < step.heads; ++h) {
           const T *of_head = grad + h * step.depth * padded, *query = y + step.query(h) * stride + at;
@@ -165,14 +190,22 @@ struct TrainingKernel : private WeightsKernel<T, kWidth, kChannels> {
           multiply({of_head, padded, 1, turned, padded, tokens}, step.depth, padded, false, by_value, stride);
         }
       }
-      multiply({step.w, 1, step.w_stride, by_y, stride, rows}, width, stride, step.folded, by_z, stride);
+      const Product<Factor> by_tokens = Large::times(back, by_y, stride, stride, rows, tile_room);
+      Tiles<Factor, kWidth, kChannels>::multiply(by_tokens, width, stride, step.folded, by_z, stride);
       for (int64_t i = 0; i < width * stride; i += kWidth) {
         const V by_token = load<kWidth>(by_z + i);
         store(by_z + i, load<kWidth>(z + i) > 0 ? by_token : by_token * step.slope);
       }
-      turn(z, stride, width, tile.used, step.token_rows + row * width, width);
-      to_panels(by_y, stride, rows, tile.used, row, all, step.panels);
-      to_panels(by_z, stride, width, tile.used, row, all, step.embed_panels);
+      const auto keep = [&](int64_t at, int64_t count, int64_t word) __attribute__((always_inline)) {
+        const int64_t token_stride = Base::token_stride(step);
+        to_words(z + at, stride, width, count, step.token_rows + word * token_stride, token_stride);
+        to_panels(by_y + at, stride, rows, count, word, step.panel_rows, step.panels);
+        to_panels(by_z + at, stride, width, count, word, step.panel_rows, step.embed_panels);
+      };
+      if (Base::kTogether == 1) keep(0, tile.used, row);
+      for (int64_t i = 0; Base::kTogether > 1 && i < tile.count; ++i) {
+        keep(i * tokens, tokens, (begin + i) * Base::words(step));
+      }
       if (!step.by_patches) continue;
       multiply({step.w_embed, 1, step.pixels, by_z, stride, width}, step.pixels, stride, false, by_x, stride);
       turn(by_x, stride, step.pixels, tile.used, step.by_patches + row * step.pixels, step.pixels);

@@ -141,6 +141,7 @@ struct Arguments {
   const std::optional<Tensor>&gates, &features, &index;
   int64_t heads;
   double slope, epsilon;
+  bool bf16;
 };
 
 template <class T>
@@ -160,16 +161,16 @@ std::vector<Tensor> compute(const Arguments& of) {
   }
 
   std::vector<Tensor> kept =
-      expert_attention_train(of.patches, folded.folded, folded.bias, w_qkv, b_qkv, own_gate, of.slope);
+      expert_attention_train(of.patches, folded.folded, folded.bias, w_qkv, b_qkv, own_gate, of.slope, of.bf16);
   const Tensor fused = kept[0];
   kept.erase(kept.begin());
   if (of.features) add_dkf_fuse(*of.features, *stored_gates, of.index, fused);
   std::vector<Tensor> head =
-      head_training(view(fused, {batch, tokens * features}), of.labels, of.head, of.slope, of.epsilon);
+      head_training(view(fused, {batch, tokens * features}), of.labels, of.head, of.slope, of.epsilon, of.bf16);
   const Tensor by_fused = view(head[1], {batch, tokens, features});
   if (of.features) by_stored = dkf_fuse_gate_gradient(by_fused, *of.features, of.index, of.gates->size(1));
   const std::vector<Tensor> back = expert_attention_train_backward(by_fused, of.patches, folded.folded, folded.bias,
-                                                                   w_qkv, b_qkv, own_gate, of.slope, kept, false);
+                                                                   w_qkv, b_qkv, own_gate, of.slope, kept, false, of.bf16);
   const Tensor &by_weight = back[1], &by_shift = back[2], &by_b_qkv = back[4];
   const Tensor by_gain = unfold_batch_norm<T>(folded, weight, gain, of.epsilon, by_weight, by_shift);
   // Batch norm in the head takes the values' bias out again: its exact gradient, not the rounding errors in its place.
@@ -224,8 +225,8 @@ void check(const Arguments& of) {
 std::vector<Tensor> expert_training(const Tensor& patches, const Tensor& labels, const std::vector<Tensor>& attention,
                                     const std::vector<Tensor>& head, const std::optional<Tensor>& gates,
                                     const std::optional<Tensor>& features, const std::optional<Tensor>& index,
-                                    int64_t heads, double negative_slope, double epsilon) {
-  const Arguments of{patches, labels, attention, head, gates, features, index, heads, negative_slope, epsilon};
+                                    int64_t heads, double negative_slope, double epsilon, bool bf16) {
+  const Arguments of{patches, labels, attention, head, gates, features, index, heads, negative_slope, epsilon, bf16};
   check(of);
   return patches.scalar_type() == ScalarType::Float ? compute<float>(of) : compute<double>(of);
 }

@@ -15,6 +15,7 @@
 #include "dense_training.h"
 #include "panels.h"
 #include "scratch.h"
+#include "vector_width.h"
 
 namespace levit {
 namespace {
@@ -55,7 +56,11 @@ struct HeadTraining {
   static LEVIT_INLINE void forward(const HeadStep<T>& s, size_t i, int64_t begin, int64_t end) {
     const HeadLayer<T>& layer = s.layers[i];
     T* linear = s.is_last(i) ? layer.out : layer.normal;
-    Dense::forward(layer.linear, begin, end, s.input(i), s.stride, s.stride, linear);
+    if (i == 0 && layer.linear.bf16) {
+      Dense::forward_rows(layer.linear, begin, end, s.features, s.batch, s.stride, linear);
+    } else {
+      Dense::forward(layer.linear, begin, end, s.input(i), s.stride, s.stride, linear);
+    }
     for (int64_t c = begin; !s.is_last(i) && c < end; ++c) {
       T *normal = layer.normal + c * s.stride, *out = layer.out + c * s.stride;
       const T mean = Dense::sum(normal, s.batch) / static_cast<T>(s.batch);
@@ -162,7 +167,7 @@ T cross_entropy(const HeadStep<T>& s, const int64_t* labels) {
 
 template <class T>
 std::vector<Tensor> compute(const Tensor& features, const Tensor& labels, const std::vector<Tensor>& weights,
-                            double slope, double epsilon) {
+                            double slope, double epsilon, bool bf16) {
   const auto take = [&](size_t i, const std::vector<int64_t>& sizes) {
     const Tensor& of = weights[i];
     bool right = of.scalar_type() == features.scalar_type() && of.is_contiguous() &&
@@ -185,7 +190,7 @@ std::vector<Tensor> compute(const Tensor& features, const Tensor& labels, const 
     if (weights[i].dim() != 2) fail("head_training: weight ", i, " must be [out, in], got ", shape(weights[i]));
     const int64_t out = weights[i].size(0);
     HeadLayer<T> layer{};
-    layer.linear = {take(i, {out, in}), nullptr, in, out, give({out, in}), nullptr};
+    layer.linear = {take(i, {out, in}), nullptr, in, out, give({out, in}), nullptr, rounds_factors<T>(bf16)};
     if (i + 2 == weights.size()) {
       layer.linear.bias = take(i + 1, {out}), layer.linear.by_bias = give({out});
       i += 2;
@@ -218,7 +223,7 @@ std::vector<Tensor> compute(const Tensor& features, const Tensor& labels, const 
     });
   };
   constexpr int64_t kImages = 2 * kLanesOf<T>, kChannels = DenseTraining<T>::kChannels;
-  in_parts(Phase::kColumns, 0, s.stride, kImages);
+  if (!s.layers[0].linear.bf16) in_parts(Phase::kColumns, 0, s.stride, kImages);
   for (size_t i = 0; i < s.layers.size(); ++i) {
     in_parts(Phase::kForward, i, s.layers[i].linear.out, kChannels);
     if (!s.is_last(i)) in_parts(Phase::kRows, i, s.stride, kImages);
@@ -233,7 +238,7 @@ std::vector<Tensor> compute(const Tensor& features, const Tensor& labels, const 
 }  // namespace
 
 std::vector<Tensor> head_training(const Tensor& features, const Tensor& labels, const std::vector<Tensor>& weights,
-                                  double slope, double epsilon) {
+                                  double slope, double epsilon, bool bf16) {
   if (features.dim() != 2 || features.size(0) < 1 || labels.dim() != 1 || labels.size(0) != features.size(0) ||
       labels.scalar_type() != ScalarType::Long || weights.size() % 3 != 2) {
     fail("head_training: takes features [B, F] with B >= 1, int64 labels [B] and 3 weights per hidden layer and 2 of the "
@@ -245,8 +250,10 @@ std::vector<Tensor> head_training(const Tensor& features, const Tensor& labels, 
   for (int64_t b = 0; b < dense_labels.size(0); ++b) {
     if (first[b] < -1 || first[b] >= classes) fail("head_training: labels must lie in -1..", classes - 1, ", got ", first[b]);
   }
-  if (features.scalar_type() == ScalarType::Float) return compute<float>(dense, dense_labels, weights, slope, epsilon);
-  if (features.scalar_type() == ScalarType::Double) return compute<double>(dense, dense_labels, weights, slope, epsilon);
+  const auto of = features.scalar_type() == ScalarType::Double ? compute<double> : compute<float>;
+  if (features.scalar_type() == ScalarType::Float || features.scalar_type() == ScalarType::Double) {
+    return of(dense, dense_labels, weights, slope, epsilon, bf16);
+  }
   fail("head_training: features must be float32 or float64, got ", torch::headeronly::toString(features.scalar_type()));
 }
 

@@ -21,6 +21,8 @@ struct BFloat16 {
 template <class T, int kWidth>
 using Lanes __attribute__((vector_size(kWidth * sizeof(T)))) = T;
 
+constexpr int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+
 template <int kWidth, class T>
 LEVIT_INLINE Lanes<T, kWidth> load(const T* from) {
   Lanes<T, kWidth> lanes;
@@ -31,6 +33,12 @@ LEVIT_INLINE Lanes<T, kWidth> load(const T* from) {
 template <class T, class V>
 LEVIT_INLINE void store(T* to, const V& lanes) {
   std::memcpy(to, &lanes, sizeof(lanes));
+}
+
+// Asks for `count` numbers that are about to be read, or written.
+template <bool kToWrite = false, class T>
+LEVIT_INLINE void fetch(const T* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from + i, kToWrite);
 }
 
 // The coefficients ln(2)^n / n! of 2^x. On [-1/2, 1/2] the terms left out are below the rounding of T.

@@ -13,8 +13,6 @@
 
 namespace levit {
 
-inline int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
-
 // [rows, columns] at any strides
 template <class T>
 struct Matrix {
@@ -42,6 +40,21 @@ struct Rows : private Products<T, kWidth> {
     Rows::template blocks<4, kVectors>(row, count, of, nullptr, start, finish);
     Rows::template blocks<2, kVectors>(row, count, of, nullptr, start, finish);
     Rows::template blocks<1, kVectors>(row, count, of, nullptr, start, finish);
+  }
+
+  // out [rows, columns] = the product, of kVectors vectors the first `columns` numbers
+  template <int kVectors, class Sum = typename Words<T, kWidth>::Sum>
+  static LEVIT_INLINE void multiply(const Product<T>& of, int64_t rows, int64_t columns, Sum* out, int64_t stride) {
+    using V = Lanes<Sum, kWidth>;
+    each<kVectors>(rows, of, FromZero{}, [&]<int C>(int64_t row, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int n = 0; n < C; ++n) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          store_part(out + (row + n) * stride + v * kWidth, sums[n][v], columns - v * kWidth);
+        }
+      }
+    });
   }
 };
 

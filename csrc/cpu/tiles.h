@@ -12,11 +12,13 @@ namespace levit {
 
 template <class T, int kWidth, int kChannels>
 struct Tiles : private Products<T, kWidth> {
-  using V = Lanes<T, kWidth>;
+  using Sum = typename Words<T, kWidth>::Sum;
+  using V = Lanes<Sum, kWidth>;
 
   // out [channels, columns] (+)= w [channels, inputs] x [inputs, columns], in whole vectors of columns
   template <int kVectors>
-  static LEVIT_INLINE void multiply_vectors(const Product<T>& of, int64_t channels, bool add, T* out, int64_t stride) {
+  static LEVIT_INLINE void multiply_vectors(const Product<T>& of, int64_t channels, bool add, Sum* out,
+                                            int64_t stride) {
     Tiles::template all_channels<kChannels, kVectors>(
         channels, of, nullptr,
         [&]<int C>(int64_t c, V(&sums)[C][kVectors]) __attribute__((always_inline)) {
@@ -37,7 +39,7 @@ struct Tiles : private Products<T, kWidth> {
         });
   }
 
-  static LEVIT_INLINE void multiply(Product<T> of, int64_t channels, int64_t columns, bool add, T* out,
+  static LEVIT_INLINE void multiply(Product<T> of, int64_t channels, int64_t columns, bool add, Sum* out,
                                     int64_t stride) {
     for (; columns > kWidth; columns -= 2 * kWidth, of.x += 2 * kWidth, out += 2 * kWidth) {
       multiply_vectors<2>(of, channels, add, out, stride);
@@ -57,12 +59,14 @@ struct Tiles : private Products<T, kWidth> {
     for (int64_t next_row = 0; next_row < rows; next_row += kWidth) {
       for (int64_t next = 0; next < columns; next += kWidth) {  // the last squares may overlap those before
         const int64_t r = std::min(next_row, rows - kWidth), c = std::min(next, columns - kWidth);
+        const T* row = from + r * from_stride + c;
+        T* turned = to + c * to_stride + r;
         V square[kWidth];
 #pragma GCC unroll 16
-        for (int i = 0; i < kWidth; ++i) square[i] = load<kWidth>(from + (r + i) * from_stride + c);
+        for (int i = 0; i < kWidth; ++i, row += from_stride) square[i] = load<kWidth>(row);
         transpose(square);
 #pragma GCC unroll 16
-        for (int i = 0; i < kWidth; ++i) store(to + (c + i) * to_stride + r, square[i]);
+        for (int i = 0; i < kWidth; ++i, turned += to_stride) store(turned, square[i]);
       }
     }
   }

@@ -16,6 +16,7 @@
 #include "mlp_vae.h"
 #include "panels.h"
 #include "scratch.h"
+#include "vector_width.h"
 
 namespace levit {
 namespace {
@@ -150,10 +151,8 @@ struct VaeTraining {
         {s.to_pixels, s.by_output, s.fourth_rows},
     };
     for (const Part& part : parts) {
-      const int64_t last = std::min(end, part.layer.out);
-      if (begin < last) {
-        Dense::to_weights(part.layer, std::max<int64_t>(begin, 0), last, part.by_y, s.stride, s.batch, part.x);
-      }
+      const int64_t first = std::max<int64_t>(begin, 0), last = std::min(end, part.layer.out);
+      if (first < last) Dense::to_weights(part.layer, first, last, part.by_y, s.stride, s.batch, part.x);
       begin -= part.layer.out, end -= part.layer.out;
     }
   }
@@ -182,7 +181,7 @@ void in_parts(const VaeStep<T>& step, Phase phase, int64_t count, int64_t togeth
 
 template <class T>
 std::vector<Tensor> compute(const Tensor& images, const std::vector<Tensor>& weights, double beta,
-                            const Tensor& noise) {
+                            const Tensor& noise, bool bf16) {
   const int64_t batch = images.size(0), pixels = images.size(1);
   std::vector<Tensor> results{torch::stable::new_empty(images, {})};
   std::vector<TrainedLayer<T>> layers;
@@ -196,7 +195,8 @@ std::vector<Tensor> compute(const Tensor& images, const std::vector<Tensor>& wei
     results.push_back(torch::stable::empty_like(w));
     results.push_back(torch::stable::empty_like(b));
     layers.push_back({static_cast<const T*>(w.data_ptr()), static_cast<const T*>(b.data_ptr()), w.size(1), w.size(0),
-                      static_cast<T*>(results[i + 1].data_ptr()), static_cast<T*>(results[i + 2].data_ptr())});
+                      static_cast<T*>(results[i + 1].data_ptr()), static_cast<T*>(results[i + 2].data_ptr()),
+                      rounds_factors<T>(bf16)});
   }
   VaeStep<T> s{};
   s.to_first = layers[0], s.to_second = layers[1], s.to_mu = layers[2], s.to_log_sigma = layers[3];
@@ -247,15 +247,15 @@ std::vector<Tensor> compute(const Tensor& images, const std::vector<Tensor>& wei
 }  // namespace
 
 std::vector<Tensor> vae_training(const Tensor& images, const std::vector<Tensor>& weights, double beta,
-                                 const Tensor& noise) {
+                                 const Tensor& noise, bool bf16) {
   if (images.dim() != 2 || images.size(0) < 1 || weights.size() != 14 || noise.dim() != 2 ||
       noise.scalar_type() != images.scalar_type()) {
     fail("vae_training: takes images [B, F] with B >= 1, 14 tensors of weights and noise [B, L] of the same dtype, got ",
          shape(images), ", ", weights.size(), " and ", shape(noise));
   }
   const Tensor dense_images = torch::stable::contiguous(images), dense_noise = torch::stable::contiguous(noise);
-  if (images.scalar_type() == ScalarType::Float) return compute<float>(dense_images, weights, beta, dense_noise);
-  if (images.scalar_type() == ScalarType::Double) return compute<double>(dense_images, weights, beta, dense_noise);
+  if (images.scalar_type() == ScalarType::Float) return compute<float>(dense_images, weights, beta, dense_noise, bf16);
+  if (images.scalar_type() == ScalarType::Double) return compute<double>(dense_images, weights, beta, dense_noise, bf16);
   fail("vae_training: images must be float32 or float64, got ", torch::headeronly::toString(images.scalar_type()));
 }
 

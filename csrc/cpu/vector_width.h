@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <string_view>
+#include <type_traits>
 
 namespace levit {
 
@@ -26,6 +27,12 @@ inline bool has_bf16_dots() {
 #else
   return false;
 #endif
+}
+
+// Whether products of T, asked to round their factors to bfloat16, can do so.
+template <class T>
+bool rounds_factors(bool asked) {
+  return asked && std::is_same_v<T, float> && has_bf16_dots();
 }
 
 }  // namespace levit

@@ -88,7 +88,7 @@ def expert_attention_train(
     if not _trains(patches, gates):
         return composed_attention.expert_attention_train(patches, w_embed, b_embed, w_qkv, b_qkv, gates, negative_slope)
     args = _one_expert(patches, w_embed, b_embed, w_qkv, b_qkv, gates)
-    out, *kept = torch.ops.levit_native.expert_attention_train(*args, negative_slope)
+    out, *kept = torch.ops.levit_native.expert_attention_train(*args, negative_slope, False)
     return [out[None] if gates is None else out, *kept]
 
 
@@ -111,7 +111,7 @@ def expert_attention_backward(
     args = _one_expert(patches, w_embed, b_embed, w_qkv, b_qkv, gates)
     dense = (grad if gates is not None else grad[0]).to(patches.dtype).contiguous()
     by_patches, by_w_embed, by_b_embed, by_w_qkv, by_b_qkv, by_gates = (
-        torch.ops.levit_native.expert_attention_train_backward(dense, *args, negative_slope, saved, needs[0])
+        torch.ops.levit_native.expert_attention_train_backward(dense, *args, negative_slope, saved, needs[0], False)
     )
     grads = [by_patches, by_w_embed.t()[None], by_b_embed[None], by_w_qkv.permute(3, 0, 1, 2)[None], by_b_qkv[None]]
     grads.append(gating.reduce_like(by_gates[:, None], gates) if needs[5] else by_gates)
@@ -200,23 +200,25 @@ def elbo_loss(
     return torch.ops.levit_native.elbo_loss(images, weights[:8], weights[8:], beta, noise)
 
 
-def vae_codes(images: torch.Tensor, encoder: Sequence[torch.Tensor], noise: torch.Tensor) -> torch.Tensor:
+def vae_codes(
+    images: torch.Tensor, encoder: Sequence[torch.Tensor], noise: torch.Tensor, bf16: bool = False
+) -> torch.Tensor:
     """See levit_kernels.vae_codes; natively where `elbo_loss` is."""
     weights = _linear_layout(encoder)
     if weights is None:
         return composed_codes.vae_codes(images, encoder, noise)
-    return torch.ops.levit_native.vae_codes(images, weights, noise)
+    return torch.ops.levit_native.vae_codes(images, weights, noise, bf16)
 
 
 def vae_training_loss(
-    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor
+    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor, bf16: bool = False
 ) -> torch.Tensor:
     """See levit_kernels.vae_training; without gradients to compute it is left to torch."""
     if not torch.is_grad_enabled():
         return vae_training_loss_reference(images, weights, beta, noise)
     dense = [x.detach().contiguous() for x in weights]
     native_op = torch.ops.levit_native.vae_training
-    return LossWithGradients.apply(lambda: native_op(images, dense, beta, noise), True, *weights)[0]
+    return LossWithGradients.apply(lambda: native_op(images, dense, beta, noise, bf16), True, *weights)[0]
 
 
 def head_training_loss(
@@ -225,6 +227,7 @@ def head_training_loss(
     weights: Sequence[torch.Tensor],
     negative_slope: float,
     epsilon: float,
+    bf16: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """See levit_kernels.head_training; without gradients to compute it is left to torch."""
     if not torch.is_grad_enabled():
@@ -232,7 +235,7 @@ def head_training_loss(
     x, *dense = (x.detach().contiguous() for x in (features, *weights))
     native_op = torch.ops.levit_native.head_training
     return LossWithGradients.apply(
-        lambda: native_op(x, labels, dense, negative_slope, epsilon), True, features, *weights
+        lambda: native_op(x, labels, dense, negative_slope, epsilon, bf16), True, features, *weights
     )
 
 
@@ -247,6 +250,7 @@ def expert_training_loss(
     index: torch.Tensor | None,
     negative_slope: float,
     epsilon: float,
+    bf16: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """See levit_kernels.expert_training; without gradients to compute it is left to torch."""
     args = (patches, labels, attention, head, num_heads, gates, features, index, negative_slope, epsilon)
@@ -261,7 +265,8 @@ def expert_training_loss(
 
     def compute() -> list[torch.Tensor]:
         found = torch.ops.levit_native.expert_training(
-            patches.contiguous(), labels, own, rest, gate_table, features, index, num_heads, negative_slope, epsilon
+            *(patches.contiguous(), labels, own, rest, gate_table, features, index),
+            *(num_heads, negative_slope, epsilon, bf16),
         )
         if gates is not None:
             found[len(leaves)] = found[len(leaves)].view(gates.shape)

@@ -9,7 +9,9 @@ import torch
 from .._vae import LOGSIGMA_MAX, LOGSIGMA_MIN
 
 
-def vae_codes(images: torch.Tensor, encoder: Sequence[torch.Tensor], noise: torch.Tensor) -> torch.Tensor:
+def vae_codes(
+    images: torch.Tensor, encoder: Sequence[torch.Tensor], noise: torch.Tensor, bf16: bool = False
+) -> torch.Tensor:
     """See levit_kernels.vae_codes."""
     w1, b1, w2, b2, w_mu, b_mu, w_logsigma, b_logsigma = encoder
     hidden = torch.tanh(images @ w1 + b1[:, None])

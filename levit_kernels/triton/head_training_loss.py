@@ -170,6 +170,7 @@ def head_training_loss(
     weights: Sequence[torch.Tensor],
     negative_slope: float,
     epsilon: float,
+    bf16: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """See levit_kernels.head_training; without gradients to compute it is left to torch."""
     if not torch.is_grad_enabled():

@@ -72,7 +72,9 @@ def too_large(op: str, args: tuple) -> str | None:
     return matmuls.too_many(max(images.shape), widest, "a layer")
 
 
-def vae_codes(images: torch.Tensor, encoder: Sequence[torch.Tensor], noise: torch.Tensor) -> torch.Tensor:
+def vae_codes(
+    images: torch.Tensor, encoder: Sequence[torch.Tensor], noise: torch.Tensor, bf16: bool = False
+) -> torch.Tensor:
     """See levit_kernels.vae_codes."""
     w_mu, b_mu, w_logsigma, b_logsigma = encoder[4:]
     w_mu, w_logsigma = near(w_mu), near(w_logsigma)

@@ -111,7 +111,7 @@ def too_large(op: str, args: tuple) -> str | None:
 
 
 def vae_training_loss(
-    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor
+    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor, bf16: bool = False
 ) -> torch.Tensor:
     """See levit_kernels.vae_training; without gradients to compute it is left to torch."""
     if not torch.is_grad_enabled():

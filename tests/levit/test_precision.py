@@ -1,4 +1,4 @@
-"""precision="bf16": frozen experts' attention in bfloat16, close to float32, and nothing else that changes."""
+"""precision="bf16": frozen experts in bfloat16, products of what learns rounded to it, and all close to float32."""
 
 import copy
 import dataclasses
@@ -12,7 +12,13 @@ from test_parity import learn
 import levit
 import levit_kernels
 from levit.streams import Stream, load_dataset
+from levit_kernels.backends import cpu
 
+HAS_DOTS = (
+    cpu.unavailable() is None
+    and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    and torch.cpu._is_avx512_bf16_supported()
+)
 PACKED = {name: fields for name, fields in VARIANTS.items() if "dnn" not in name and name != "options"}
 
 
@@ -49,7 +55,7 @@ def test_outputs_are_close_and_routes_the_same(variant, dtype):
 
 
 @torch.no_grad()
-def test_the_active_expert_stays_in_float32():
+def test_the_active_expert_predicts_in_float32():
     exact, half = pair()
     images = random_images(exact.cfg, 9, torch.float32)
     assert torch.equal(half.features(images)[:, -1], exact.features(images)[:, -1])
@@ -98,6 +104,26 @@ def test_the_reference_ignores_it_and_accelerate_heeds_it():
     with torch.no_grad():
         torch.testing.assert_close(reference(images), exact(images), rtol=1e-4, atol=1e-5)
         assert torch.equal(levit_kernels.accelerate(reference)(images), half(images))
+
+
+@pytest.mark.skipif(not HAS_DOTS, reason="this CPU has no dot product of bfloat16 pairs")
+@pytest.mark.parametrize("variant", PACKED)
+def test_what_learns_rounds_products_only(variant):
+    exact, half = pair(experts=1, **PACKED[variant])
+    images, labels = random_images(exact.cfg, 40, torch.float32), random_labels(exact.cfg, 40)
+    noise, codes, losses = torch.randn(40, exact.cfg.latent_dim), [], []
+    for model in (exact, half):
+        losses.append(model.training_loss(images, labels, noise=noise))
+        losses[-1].backward()
+        with torch.no_grad():
+            codes.append(model._active_codes(images, torch.Generator().manual_seed(0)))
+    for one, other in ((losses[1], losses[0]), (codes[1], codes[0])):
+        close(one, other)
+        assert not torch.equal(one, other)
+    for one, other in zip(half.active.parameters(), exact.active.parameters(), strict=True):
+        assert one.dtype == torch.float32 and torch.equal(one, other)
+        if other.grad is not None:
+            assert (one.grad - other.grad).norm() <= 0.3 * (other.grad.norm() + 0.1)
 
 
 @pytest.mark.parametrize("cache", ["auto", 0, "off"])

@@ -258,5 +258,5 @@ def test_the_kernel_itself_reads_nothing_that_is_not_there(change, message):
         setattr(of, name, edit(getattr(of, name)))
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         torch.ops.levit_native.expert_training(
-            of.patches, of.labels, of.attention, of.head, of.gates, of.features, of.index, of.heads, 0.2, 1e-5
+            of.patches, of.labels, of.attention, of.head, of.gates, of.features, of.index, of.heads, 0.2, 1e-5, False
         )
