@@ -99,6 +99,17 @@ class Stream:
             return self.learner.model.features(self.learner.memory.images[slots])[:, :-1]
         return stored.features[slots].float()
 
+    @torch.no_grad()
+    def frozen_codes(self, slots: Tensor) -> Tensor:
+        """What the rule takes the frozen VAEs to say of stored images [B]: [K-1, B, L]."""
+        model, memory = self.learner.model, self.learner.memory
+        kept = getattr(self.learner.cache, "codes", None)
+        if kept is not None:
+            return kept[:, slots]
+        encoded = [expert.vae.encode(memory.images[slots]) for expert in list(model.experts)[:-1]]
+        noise = model.frozen_noise(memory.positions[slots])
+        return torch.stack([mu + log_sigma.exp() * e for (mu, log_sigma), e in zip(encoded, noise, strict=True)])
+
     def _batch(self, count: int) -> tuple[Tensor, Tensor]:
         images = _images(self.cfg, count, self.generator)
         labels = torch.randint(self.cfg.num_classes, (count,), generator=self.generator)
@@ -232,15 +243,16 @@ def _same_step(output: Step, expected: Step) -> None:
 
 def _close_step(output: Step, expected: Step) -> None:
     """Where frozen features, codes and what learns are rounded. A gate does not tell a wrong expert from a rounded one,
-    since Adam takes whole steps where its gradient is about zero: the features themselves have to be close, expert by
-    expert.
+    since Adam takes whole steps where its gradient is about zero, nor does a distance: features and codes themselves
+    have to be close, expert by expert.
     """
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-3, atol=0)
     torch.testing.assert_close(output.distances, expected.distances, rtol=2e-3, atol=0)
     some = torch.arange(min(64, output.stream.cfg.memory_size))
-    want = expected.stream.frozen_features(some).flatten(2)
-    error = (output.stream.frozen_features(some).flatten(2) - want).norm(dim=(0, 2)) / want.norm(dim=(0, 2))
-    torch.testing.assert_close(error, torch.zeros_like(error), rtol=0, atol=0.01)
+    for of, (image, expert) in ((Stream.frozen_features, (0, 1)), (Stream.frozen_codes, (1, 0))):
+        got, want = (of(step.stream, some).movedim((image, expert), (1, 0)).flatten(1) for step in (output, expected))
+        error = (got - want).norm(dim=1) / want.norm(dim=1)
+        torch.testing.assert_close(error, torch.zeros_like(error), rtol=0, atol=0.01)
 
 
 def _images(cfg: levit.LEViTConfig, count: int, generator: torch.Generator) -> Tensor:
