@@ -27,49 +27,52 @@ struct Sizes {
 // Experts that are read side by side: so many streams of reads in flight, and the sums pass through once for all of them.
 constexpr int kTogether = 16;
 
-// sum[i] += sum over kRows experts of weight * feature[i]; features lie `stride` apart, weights `heads`
-template <int kRows, class T, class S>
-LEVIT_INLINE void add_scaled(T* sum, const S* features, int64_t stride, const T* weights, int64_t heads, int64_t count) {
+// sum[i] (+)= sum over kRows experts of weight * feature[i]; features lie `stride` apart, weights `heads`
+template <int kRows, bool kAdd, class T, class S>
+LEVIT_INLINE void sum_scaled(T* sum, const S* features, int64_t stride, const T* weights, int64_t heads, int64_t count) {
   constexpr int kWidth = kLanesOf<T>;
   T weight[kRows];
   for (int k = 0; k < kRows; ++k) weight[k] = weights[k * heads];
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    auto total = load_as<T>(sum + i);
+    auto total = kAdd ? load_as<T>(sum + i) : Lanes<T, kWidth>{};
     for (int k = 0; k < kRows; ++k) total += weight[k] * load_as<T>(features + k * stride + i);
     store(sum + i, total);
   }
   for (; i < count; ++i) {
-    for (int k = 0; k < kRows; ++k) sum[i] += weight[k] * value_as<T>(features[k * stride + i]);
+    T total = kAdd ? sum[i] : T(0);
+    for (int k = 0; k < kRows; ++k) total += weight[k] * value_as<T>(features[k * stride + i]);
+    sum[i] = total;
   }
 }
 
-// kRows experts of one image into out [N, E]. A gate of exactly zero drops its expert, NaN and all.
+// kRows experts of one image into out [N, E], added to what is there or in its place. A gate of exactly zero drops its
+// expert, NaN and all.
 template <int kRows, class T, class S>
-LEVIT_INLINE void fuse_experts(const S* row, const T* gates, T* out, const Sizes& n) {
+LEVIT_INLINE void fuse_experts(const S* row, const T* gates, bool add, T* out, const Sizes& n) {
   const T* end = gates + kRows * n.heads;
   const bool all = std::find(gates, end, T(0)) == end;
+  if (!all && !add) std::fill(out, out + n.tokens * n.width(), T(0));
   const int64_t parts = n.heads == 1 ? 1 : n.tokens * n.heads, count = n.heads == 1 ? n.tokens * n.depth : n.depth;
   for (int64_t part = 0; part < parts; ++part, row += count, out += count) {
     const T* weights = gates + part % n.heads;
-    if (all) {
-      add_scaled<kRows>(out, row, n.expert_stride, weights, n.heads, count);
-      continue;
-    }
+    if (all && add) sum_scaled<kRows, true>(out, row, n.expert_stride, weights, n.heads, count);
+    if (all && !add) sum_scaled<kRows, false>(out, row, n.expert_stride, weights, n.heads, count);
+    if (all) continue;
     for (int k = 0; k < kRows; ++k) {
       const T* weight = weights + k * n.heads;
-      if (*weight != 0) add_scaled<1>(out, row + k * n.expert_stride, 0, weight, 0, count);
+      if (*weight != 0) sum_scaled<1, true>(out, row + k * n.expert_stride, 0, weight, 0, count);
     }
   }
 }
 
 // One image: out [N, E] from its row of the store, kRows experts at a time and the rest together.
 template <int kRows, class T, class S>
-LEVIT_INLINE void fuse_row(const S* row, const T* gates, T* out, const Sizes& n, int64_t k = 0) {
+LEVIT_INLINE void fuse_row(const S* row, const T* gates, bool add, T* out, const Sizes& n, int64_t k = 0) {
   for (; k + kRows <= n.experts; k += kRows) {
-    fuse_experts<kRows>(row + k * n.expert_stride, gates + k * n.heads, out, n);
+    fuse_experts<kRows>(row + k * n.expert_stride, gates + k * n.heads, add || k > 0, out, n);
   }
-  if constexpr (kRows > 1) fuse_row<kRows - 1>(row, gates, out, n, k);
+  if constexpr (kRows > 1) fuse_row<kRows - 1>(row, gates, add, out, n, k);
 }
 
 // One image: by_gate [K, H] = <grad, features> head by head.
@@ -87,8 +90,8 @@ LEVIT_INLINE void dot_row(const S* row, const T* grad, T* by_gate, const Sizes& 
 }
 
 #define LEVIT_DKF_ROWS(T, S)                                                                       \
-  LEVIT_MULTIVERSION void add_fused(const S* row, const T* gates, T* out, const Sizes& n) {        \
-    fuse_row<kTogether>(row, gates, out, n);                                                       \
+  LEVIT_MULTIVERSION void fused(const S* row, const T* gates, bool add, T* out, const Sizes& n) {  \
+    fuse_row<kTogether>(row, gates, add, out, n);                                                  \
   }                                                                                                \
   LEVIT_MULTIVERSION void dots(const S* row, const T* grad, T* by_gate, const Sizes& n) {          \
     std::fill(by_gate, by_gate + n.experts * n.heads, T(0));                                       \
@@ -169,8 +172,7 @@ void fuse(const Tensor& features, const Tensor& gates, const Call& call, bool ad
     auto* to = static_cast<T*>(out.data_ptr());
     torch::stable::parallel_for(0, call.batch, 1, [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b) {
-        if (!add) std::fill(to + b * count, to + (b + 1) * count, T(0));
-        add_fused(store + call.rows[b] * n.row_stride, weights + b * gate_stride, to + b * count, n);
+        fused(store + call.rows[b] * n.row_stride, weights + b * gate_stride, add, to + b * count, n);
       }
     });
   });
@@ -180,6 +182,7 @@ void fuse(const Tensor& features, const Tensor& gates, const Call& call, bool ad
 
 Tensor dkf_fuse(const Tensor& features, const Tensor& gates, const std::optional<Tensor>& index) {
   const Call call = prepare(features, gates, index);
+  if (call.sizes.experts < 1) fail("dkf_fuse: takes at least one expert, got features ", shape(features));
   Tensor out = torch::stable::new_empty(gates, {call.batch, call.sizes.tokens, call.sizes.width()});
   fuse(features, gates, call, false, out);
   return out;
