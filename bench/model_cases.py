@@ -101,14 +101,14 @@ class Stream:
 
     @torch.no_grad()
     def frozen_codes(self, slots: Tensor) -> Tensor:
-        """What the rule takes the frozen VAEs to say of stored images [B]: [K-1, B, L]."""
+        """What the rule takes the frozen VAEs to say of stored images [B]: [B, K-1, L]."""
         model, memory = self.learner.model, self.learner.memory
         kept = getattr(self.learner.cache, "codes", None)
         if kept is not None:
-            return kept[:, slots]
+            return kept[:, slots].transpose(0, 1)
         encoded = [expert.vae.encode(memory.images[slots]) for expert in list(model.experts)[:-1]]
         noise = model.frozen_noise(memory.positions[slots])
-        return torch.stack([mu + log_sigma.exp() * e for (mu, log_sigma), e in zip(encoded, noise, strict=True)])
+        return torch.stack([mu + log_sigma.exp() * e for (mu, log_sigma), e in zip(encoded, noise, strict=True)], dim=1)
 
     def _batch(self, count: int) -> tuple[Tensor, Tensor]:
         images = _images(self.cfg, count, self.generator)
@@ -249,9 +249,9 @@ def _close_step(output: Step, expected: Step) -> None:
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-3, atol=0)
     torch.testing.assert_close(output.distances, expected.distances, rtol=2e-3, atol=0)
     some = torch.arange(min(64, output.stream.cfg.memory_size))
-    for of, (image, expert) in ((Stream.frozen_features, (0, 1)), (Stream.frozen_codes, (1, 0))):
-        got, want = (of(step.stream, some).movedim((image, expert), (1, 0)).flatten(1) for step in (output, expected))
-        error = (got - want).norm(dim=1) / want.norm(dim=1)
+    for kept in (Stream.frozen_features, Stream.frozen_codes):
+        want = kept(expected.stream, some).flatten(2)
+        error = (kept(output.stream, some).flatten(2) - want).norm(dim=(0, 2)) / want.norm(dim=(0, 2))
         torch.testing.assert_close(error, torch.zeros_like(error), rtol=0, atol=0.01)
 
 

@@ -23,14 +23,6 @@ void multiply_columns(const Product<double>& of, int64_t channels, int64_t colum
 void multiply_rows(const Product<float>& of, int64_t rows, int64_t columns, float* out);
 void multiply_rows(const Product<double>& of, int64_t rows, int64_t columns, double* out);
 
-// Asks for a panel of `count` columns from column `c` on: what a product reads of x, and where its rows go. They lie a
-// page or so apart, so no hardware prefetcher sees them coming.
-template <class T>
-LEVIT_INLINE void fetch_panel(const Product<T>& of, int64_t c, int64_t count, int64_t rows, T* out, int64_t stride) {
-  for (int64_t i = 0; i < of.inputs; ++i) fetch(of.x + i * of.stride + c, count);
-  for (int64_t r = 0; r < rows; ++r) fetch<true>(out + r * stride, count);
-}
-
 // The same with factors rounded to bfloat16, where has_bf16_dots()
 void multiply_columns_bf16(const Product<float>& of, int64_t channels, int64_t columns, bool add, float* out,
                            int64_t stride);
@@ -38,6 +30,14 @@ void multiply_rows_bf16(const Product<float>& of, int64_t rows, int64_t columns,
 
 // out [channels, stride] = w [channels, inputs] x^T of x [rows, inputs], in whole vectors of rows, zeros behind them
 void multiply_turned_bf16(const Product<float>& of, int64_t channels, int64_t rows, float* out, int64_t stride);
+
+// Asks for a panel of `count` columns from column `c` on: what a product reads of x, and where its rows go. They lie a
+// page or so apart, so no hardware prefetcher sees them coming.
+template <class T>
+LEVIT_INLINE void fetch_panel(const Product<T>& of, int64_t c, int64_t count, int64_t rows, T* out, int64_t stride) {
+  for (int64_t i = 0; i < of.inputs; ++i) fetch(of.x + i * of.stride + c, count);
+  for (int64_t r = 0; r < rows; ++r) fetch<true>(out + r * stride, count);
+}
 
 template <class T>
 struct TrainedLayer {

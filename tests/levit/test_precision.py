@@ -17,7 +17,7 @@ from levit_kernels.backends import cpu
 HAS_DOTS = (
     cpu.unavailable() is None
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    and torch.cpu._is_avx512_bf16_supported()
+    and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
 )
 PACKED = {name: fields for name, fields in VARIANTS.items() if "dnn" not in name and name != "options"}
 

@@ -19,7 +19,9 @@ from levit_kernels.vae_codes import vae_codes
 from levit_kernels.vae_training import vae_training_loss
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"native kernels: {cpu.unavailable()}")
-HAS_DOTS = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
+HAS_DOTS = (
+    torch.backends.cpu.get_cpu_capability() == "AVX512" and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+)
 with_dots = pytest.mark.skipif(not HAS_DOTS, reason="this CPU has no dot product of bfloat16 pairs")
 
 EXPERTS = experts.SIZES | {  # B, N, P, Q, H, d, K, hidden sizes, classes, gates per expert
