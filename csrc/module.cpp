@@ -28,6 +28,10 @@ STABLE_TORCH_LIBRARY(levit_native, m) {
   m.def(
       "expert_training(Tensor patches, Tensor labels, Tensor[] attention, Tensor[] head, Tensor? gates, Tensor? features, "
       "Tensor? index, int heads, float negative_slope, float epsilon, bool bf16) -> Tensor[]");
+  m.def(
+      "move_statistics(Tensor(a!)[] means, Tensor(b!)[] variances, Tensor(c!)[] counters, Tensor[] biases, "
+      "Tensor[] statistics, int[] rows, float momentum) -> ()");
+  m.def("position_noise(Tensor positions, Tensor experts, int latent, int seed) -> Tensor");
   m.def("conv_to_coarse(Tensor fine, Tensor weight, Tensor? bias, int height, int width) -> Tensor");
   m.def("conv_to_fine(Tensor coarse, Tensor weight, Tensor? bias, int height, int width) -> Tensor");
   m.def("conv_weight_gradient(Tensor coarse, Tensor fine, int kernel) -> Tensor");
@@ -53,6 +57,8 @@ STABLE_TORCH_LIBRARY_IMPL(levit_native, CPU, m) {
   m.impl("vae_training", TORCH_BOX(&levit::vae_training));
   m.impl("head_training", TORCH_BOX(&levit::head_training));
   m.impl("expert_training", TORCH_BOX(&levit::expert_training));
+  m.impl("move_statistics", TORCH_BOX(&levit::move_statistics));
+  m.impl("position_noise", TORCH_BOX(&levit::position_noise));
   m.impl("conv_to_coarse", TORCH_BOX(&levit::conv_to_coarse));
   m.impl("conv_to_fine", TORCH_BOX(&levit::conv_to_fine));
   m.impl("conv_weight_gradient", TORCH_BOX(&levit::conv_weight_gradient));

@@ -71,6 +71,15 @@ std::vector<Tensor> expert_training(const Tensor& patches, const Tensor& labels,
                                     const std::optional<Tensor>& features, const std::optional<Tensor>& index,
                                     int64_t heads, double negative_slope, double epsilon, bool bf16);
 
+// Running means, variances and counters of batch norms towards a batch's: statistics are mean, without the bias of the
+// layer before, and biased variance of that many rows, layer after layer; all dense, all float32 or all float64
+void move_statistics(const std::vector<Tensor>& means, const std::vector<Tensor>& variances,
+                     const std::vector<Tensor>& counters, const std::vector<Tensor>& biases,
+                     const std::vector<Tensor>& statistics, const std::vector<int64_t>& rows, double momentum);
+
+// positions int64 [M], experts int64 [K] -> standard normal float64 [K, M, latent], each a function of its place
+Tensor position_noise(const Tensor& positions, const Tensor& experts, int64_t latent, int64_t seed);
+
 // Convolution of stride 2 and padding 1, fine [B, H, W, F] -> coarse [B, height, width, C], its transposed one, coarse ->
 // fine, and their weight's gradient [C, F, kernel, kernel]; weight [C, F, k, k] both ways, bias none or [channels of the
 // result], all dense, all float32 or all float64

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from levit.config import LEViTConfig
 from levit.vae import NEGATIVE_SLOPE, build_vae
 from levit_kernels.head_training import head_training_loss
+from levit_kernels.move_statistics import move_statistics
 
 
 class Expert(nn.Module):
@@ -94,7 +95,7 @@ class Head(nn.Module):
         loss, *statistics = head_training_loss(
             fused.flatten(1), labels, self.training_weights(), NEGATIVE_SLOPE, epsilon, bf16
         )
-        move_statistics(list(self.layers()), statistics, [len(fused)] * len(self.norms))
+        move_running(list(self.layers()), statistics, [len(fused)] * len(self.norms))
         return loss
 
     def training_weights(self) -> list[Tensor]:
@@ -107,21 +108,17 @@ class Head(nn.Module):
         return zip(self.hidden, self.norms, strict=True)
 
 
-@torch.no_grad()
-def move_statistics(
-    layers: Sequence[tuple[nn.Linear, nn.BatchNorm1d]], statistics: Sequence[Tensor], counts: Sequence[int]
+def move_running(
+    layers: Sequence[tuple[nn.Linear, nn.BatchNorm1d]], statistics: Sequence[Tensor], rows: Sequence[int]
 ) -> None:
     """All layers' running statistics towards those of a batch: layer by layer mean, which knows of no bias, and biased
     variance of so many rows.
     """
-    if not layers:
-        return
-    norms = [norm for _, norm in layers]
-    means = torch._foreach_add(list(statistics[::2]), [linear.bias for linear, _ in layers])
-    variances = torch._foreach_mul(list(statistics[1::2]), [count / (count - 1) for count in counts])
-    running = [norm.running_mean for norm in norms] + [norm.running_var for norm in norms]
-    torch._foreach_lerp_(running, [*means, *variances], norms[0].momentum)
-    torch._foreach_add_([norm.num_batches_tracked for norm in norms], 1)
+    if layers:
+        norms = [norm for _, norm in layers]
+        buffers = [(x.running_mean, x.running_var, x.num_batches_tracked) for x in norms]
+        biases = [linear.bias for linear, _ in layers]
+        move_statistics(*zip(*buffers, strict=True), biases, statistics, rows, norms[0].momentum)
 
 
 def linear_norm(linear: nn.Linear, norm: nn.BatchNorm1d, x: Tensor, batch_statistics: bool) -> Tensor:

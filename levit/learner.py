@@ -197,11 +197,9 @@ class Learner:
     def _adam_step(self, rows: Tensor, noise: Tensor) -> Tensor:
         """One Adam step on these slots of the memory [B] with ε [B, L]; its loss."""
         images, labels = (x.index_select(0, rows) for x in (self.memory.images, self.memory.labels))
-        loss = self.model.training_loss(images, labels, self.cache.rows(rows), noise=noise)
-        self.optimizer.zero_grad()
-        loss.backward()
+        loss = self.model.set_gradients(images, labels, self.cache.rows(rows), noise=noise)
         self.optimizer.step()
-        return loss.detach()
+        return loss
 
     def _distances(self) -> Tensor | None:
         """What the rule looks at, once the memory is full; None where nothing is to be decided by it."""

@@ -15,7 +15,8 @@ from levit import reference
 from levit.cache import CachedRows, KnowledgeCache, MemoryCache
 from levit.config import LEViTConfig
 from levit.conv_vae import conv_vae_loss
-from levit.expert import NEGATIVE_SLOPE, Expert, move_statistics
+from levit.expert import NEGATIVE_SLOPE, Expert, move_running
+from levit.gradients import set_kernel_gradients
 from levit.knowledge import KnowledgeBase, attention_weights, training_weights, vae_parameters, vae_weights
 from levit.memory import Memory
 from levit.reference import classification_loss, features, normal, patches
@@ -145,6 +146,24 @@ class LEViT(reference.LEViT):
         images = self.check_training_batch(images, labels)
         return self._classification_loss(images, labels, cache) + self._vae_training_loss(images, generator, noise)
 
+    def set_gradients(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        cache: CachedRows | None = None,
+        generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """As the reference's; without autograd where kernels give all gradients (`levit.gradients`). A subclass, whose
+        loss may be another, always gets autograd's.
+        """
+        images = self.check_training_batch(images, labels)
+        if noise is None:
+            noise = self.training_noise(len(images), generator)
+        ours = type(self) is LEViT and "training_loss" not in vars(self)
+        loss = set_kernel_gradients(self, images, labels, cache, noise) if ours else None
+        return super().set_gradients(images, labels, cache, noise=noise) if loss is None else loss
+
     def frozen_features(self, images: Tensor, out: Tensor | None = None) -> Tensor:
         """Features of the frozen experts alone: [B, C, S, S] → [B, K-1, N, E], written to `out` where it is given."""
         if not self._attention_packs:
@@ -168,6 +187,41 @@ class LEViT(reference.LEViT):
             return torch.stack([mu + log_sigma.exp() * e for (mu, log_sigma), e in zip(encoded, noise, strict=True)])
         return vae_codes(images.flatten(1), self.knowledge.vae(self.frozen).encoder, noise, self._bf16)
 
+    @property
+    def trains_whole(self) -> bool:
+        """Whether the classifier is such as `levit_kernels.expert_training` knows."""
+        return self._attention_packs and (self.cfg.fusion == "sum" or self.cfg.gating == "none")
+
+    def classifier_arguments(
+        self, images: Tensor, labels: Tensor, transfer: tuple[Tensor | None, Tensor | None, Tensor | None]
+    ) -> tuple:
+        """As `levit_kernels.expert_training` takes them."""
+        expert = self.active
+        weights = expert.attention_parameters(), expert.head.training_weights()
+        settings = NEGATIVE_SLOPE, expert.norm.eps, self._bf16
+        return patches(images, self.cfg.patch_size), labels, *weights, self.cfg.num_heads, *transfer, *settings
+
+    def vae_arguments(self, images: Tensor, noise: Tensor) -> tuple:
+        """As `levit_kernels.vae_training` takes them."""
+        return images.flatten(1), vae_parameters(self.active), self.cfg.beta, noise, self._bf16
+
+    def move_statistics(self, images: Tensor, statistics: list[Tensor]) -> None:
+        """The active expert's running statistics, after a batch of which `expert_training_loss` gave these."""
+        expert, count = self.active, len(images)
+        counts = [count * self.cfg.num_tokens] + [count] * len(expert.head.norms)
+        move_running([(expert.embed, expert.norm), *expert.head.layers()], statistics, counts)
+
+    def transfer(self, images: Tensor, cache: CachedRows | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The active expert's gates, None without transfer, and the frozen ones' features: stored [M, K-1, N, E] with
+        an index [B], or recomputed; None where no expert is frozen.
+        """
+        if self.cfg.gating == "none":
+            return None, None, None
+        gates = self.gates(self.num_experts - 1)
+        if self.num_experts == 1:
+            return gates, None, None
+        return (gates, *cache) if cache is not None else (gates, self.frozen_features(images), None)
+
     def _choose(self, images: Tensor, class_logits: Tensor | None = None) -> Tensor:
         if self.router is None:
             return super()._choose(images, class_logits)
@@ -182,7 +236,7 @@ class LEViT(reference.LEViT):
     def _mean_vae_loss(self, images: Tensor, noise: Tensor) -> Tensor:
         if self.cfg.vae != "mlp":
             return super()._mean_vae_loss(images, noise)
-        args = (images.flatten(1), vae_parameters(self.active), self.cfg.beta, noise, self._bf16)
+        args = self.vae_arguments(images, noise)
         if not has_kernel("vae_training_loss", *args):
             return super()._mean_vae_loss(images, noise)
         return vae_training_loss(*args)
@@ -276,37 +330,28 @@ class LEViT(reference.LEViT):
 
     def _classification_loss(self, images: Tensor, labels: Tensor, cache: CachedRows | None) -> Tensor:
         """Cross-entropy of the active expert in training: by one kernel, or the head's and an op for every equation."""
-        expert, transfer = self.active, self._transfer(images, cache)
-        whole = self._attention_packs and not torch.is_autocast_enabled(images.device.type)
-        if whole and (self.cfg.fusion == "sum" or self.cfg.gating == "none"):
-            parts = patches(images, self.cfg.patch_size)
-            weights = expert.attention_parameters(), expert.head.training_weights()
-            args = (parts, labels, *weights, self.cfg.num_heads, *transfer, NEGATIVE_SLOPE, expert.norm.eps, self._bf16)
+        transfer = self.transfer(images, cache)
+        cast = torch.is_autocast_enabled(images.device.type)
+        if self.trains_whole and not cast:
+            args = self.classifier_arguments(images, labels, transfer)
             if has_kernel("expert_training_loss", *args):
                 loss, *statistics = expert_training_loss(*args)
-                counts = [parts.shape[0] * parts.shape[1]] + [len(images)] * len(expert.head.norms)
-                move_statistics([(expert.embed, expert.norm), *expert.head.layers()], statistics, counts)
+                self.move_statistics(images, statistics)
                 return loss
-        fused, head = self._fuse_training(images, *transfer), expert.head
-        if whole and has_kernel("head_training_loss", fused, labels, head.training_weights()):
+        fused, head = self._fuse_training(images, *transfer), self.active.head
+        cast = torch.is_autocast_enabled(images.device.type)
+        if (
+            self._attention_packs
+            and not cast
+            and has_kernel("head_training_loss", fused, labels, head.training_weights())
+        ):
             return head.training_loss(fused, labels, self._bf16)
         return classification_loss(head(fused, batch_statistics=True), labels)
-
-    def _transfer(self, images: Tensor, cache: CachedRows | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The active expert's gates, None without transfer, and the frozen ones' features: stored [M, K-1, N, E] with
-        an index [B], or recomputed; None where no expert is frozen.
-        """
-        if self.cfg.gating == "none":
-            return None, None, None
-        gates = self.gates(self.num_experts - 1)
-        if self.num_experts == 1:
-            return gates, None, None
-        return (gates, *cache) if cache is not None else (gates, self.frozen_features(images), None)
 
     def _fuse_training(
         self, images: Tensor, gates: Tensor | None, frozen: Tensor | None, index: Tensor | None
     ) -> Tensor:
-        """Equation 8 in training: the active expert's features and the gated frozen ones', as `_transfer` has them."""
+        """Equation 8 in training: the active expert's features and the gated frozen ones', as `transfer` has them."""
         if gates is None:
             return self._training_features(images, None)
         own_gate = None

@@ -302,6 +302,21 @@ class LEViT(nn.Module):
         logits = self.active.head(self.fuse(torch.stack([*frozen, own], dim=1)), batch_statistics=True)
         return classification_loss(logits, labels) + self._vae_training_loss(images, generator, noise)
 
+    def set_gradients(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        cache: Any = None,
+        generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """The value of `training_loss`, same arguments; its gradients replace those of the active expert."""
+        loss = self.training_loss(images, labels, cache, generator, noise)
+        for parameter in self.active.parameters():
+            parameter.grad = None
+        loss.backward()
+        return loss.detach()
+
     def training_noise(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """ε of the VAE's codes of `count` images, as `training_loss` draws it: [count, L]."""
         return normal((count, self.cfg.latent_dim), self.weight, generator)

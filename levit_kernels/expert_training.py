@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from . import gates as gating
 from ._check import Shapes
-from .backends.registry import run
+from .backends.registry import find_kernel, run
 from .dkf_fuse import check_index
 from .head_training import check_head, head_training_loss_reference
 
@@ -58,13 +58,53 @@ def expert_training_loss(
         ValueError: a shape, device, label, slope or epsilon; TypeError: a dtype (all but features share one);
             IndexError: an index outside [0, M) (on a GPU a device-side assertion).
     """
-    shapes = Shapes("expert_training_loss", may_be_empty="")
+    args = (patches.detach(), labels, attention, head, num_heads, gates, features, index, negative_slope, epsilon)
+    _check("expert_training_loss", *args)
+    return run("expert_training_loss", *args, bf16)
+
+
+def expert_training_gradients(
+    patches: torch.Tensor,
+    labels: torch.Tensor,
+    attention: Sequence[torch.Tensor],
+    head: Sequence[torch.Tensor],
+    num_heads: int,
+    gates: torch.Tensor | None = None,
+    features: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
+    negative_slope: float = 0.2,
+    epsilon: float = 1e-5,
+    bf16: bool = False,
+) -> list[torch.Tensor] | None:
+    """What `expert_training_loss` returns, with the gradients of the loss in attention, head and gates behind the loss;
+    no graph is kept of them. None where no kernel computes that. Arguments and errors are the same.
+    """
+    args = (patches, labels, attention, head, num_heads, gates, features, index, negative_slope, epsilon)
+    _check("expert_training_gradients", *args)
+    kernel = find_kernel("expert_training_gradients", *args, bf16)
+    with torch.no_grad():
+        return kernel and kernel(*args, bf16)
+
+
+def _check(
+    op: str,
+    patches: torch.Tensor,
+    labels: torch.Tensor,
+    attention: Sequence[torch.Tensor],
+    head: Sequence[torch.Tensor],
+    num_heads: int,
+    gates: torch.Tensor | None,
+    features: torch.Tensor | None,
+    index: torch.Tensor | None,
+    negative_slope: float,
+    epsilon: float,
+) -> None:
+    shapes = Shapes(op, may_be_empty="")
     shapes.match("patches", patches, "B N P")
     shapes.match_list("attention", attention, ATTENTION)
     if shapes.size["R"] % (3 * num_heads):
         raise ValueError(
-            f"expert_training_loss: attention.w_qkv must have 3 rows per channel of {num_heads} heads, got "
-            f"{shapes.size['R']}"
+            f"{op}: attention.w_qkv must have 3 rows per channel of {num_heads} heads, got {shapes.size['R']}"
         )
     width = shapes.size["R"] // 3
     shapes.size |= {"H": num_heads, "E": width, "F": shapes.size["N"] * width}
@@ -72,27 +112,20 @@ def expert_training_loss(
         shapes.match("gates", gates, "K" if gates.dim() == 1 else "K H")
     if features is not None:
         if gates is None:
-            raise ValueError("expert_training_loss: features of frozen experts need gates, got None")
+            raise ValueError(f"{op}: features of frozen experts need gates, got None")
         shapes.match("features", features, f"M {len(gates) - 1} N E", same_dtype=False)
         if index is None and len(features) != len(patches):
-            raise ValueError(
-                f"expert_training_loss: without an index features must have M = B = {len(patches)}, got {len(features)}"
-            )
+            raise ValueError(f"{op}: without an index features must have M = B = {len(patches)}, got {len(features)}")
         if index is not None:
             if index.dtype != torch.int64 or index.shape != patches.shape[:1]:
-                raise ValueError(
-                    f"expert_training_loss: index must be int64 [B={len(patches)}], got {index.dtype} "
-                    f"{list(index.shape)}"
-                )
+                raise ValueError(f"{op}: index must be int64 [B={len(patches)}], got {index.dtype} {list(index.shape)}")
             shapes.match_device("index", index.device)
-            check_index("expert_training_loss", index, len(features))
+            check_index(op, index, len(features))
     elif gates is not None and len(gates) != 1:
-        raise ValueError(f"expert_training_loss: gates of {len(gates)} experts need features of the others, got None")
+        raise ValueError(f"{op}: gates of {len(gates)} experts need features of the others, got None")
     check_head(shapes, labels, head, negative_slope, epsilon)
     if len(patches) < 2:
-        raise ValueError("expert_training_loss: patches must have B >= 2, batch norm knows no variance of one image")
-    args = (patches.detach(), labels, attention, head, num_heads, gates, features, index, negative_slope, epsilon, bf16)
-    return run("expert_training_loss", *args)
+        raise ValueError(f"{op}: patches must have B >= 2, batch norm knows no variance of one image")
 
 
 def expert_training_loss_reference(

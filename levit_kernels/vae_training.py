@@ -9,7 +9,7 @@ import torch
 
 from . import _vae
 from ._check import Shapes
-from .backends.registry import run
+from .backends.registry import find_kernel, run
 
 WEIGHTS = {
     "w1": "h1 F",
@@ -49,13 +49,30 @@ def vae_training_loss(
     Raises:
         ValueError: a shape, device or beta; TypeError: a dtype (all tensors share one).
     """
-    shapes = Shapes("vae_training_loss", may_be_empty="")
+    _check("vae_training_loss", images, weights, beta, noise)
+    return run("vae_training_loss", images.detach(), weights, beta, noise.detach(), bf16)
+
+
+def vae_training_gradients(
+    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor, bf16: bool = False
+) -> list[torch.Tensor] | None:
+    """The value of `vae_training_loss`, a scalar, and its gradient in each of the weights; no graph is kept of them.
+    None where no kernel computes that. Arguments and errors are the same.
+    """
+    _check("vae_training_gradients", images, weights, beta, noise)
+    args = (images, weights, beta, noise, bf16)
+    kernel = find_kernel("vae_training_gradients", *args)
+    with torch.no_grad():
+        return kernel and kernel(*args)
+
+
+def _check(op: str, images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor) -> None:
+    shapes = Shapes(op, may_be_empty="")
     shapes.match("images", images, "B F")
     shapes.match_list("weights", weights, WEIGHTS)
     shapes.match("noise", noise, "B L")
     if not math.isfinite(beta):
-        raise ValueError(f"vae_training_loss: beta must be finite, got {beta}")
-    return run("vae_training_loss", images.detach(), weights, beta, noise.detach(), bf16)
+        raise ValueError(f"{op}: beta must be finite, got {beta}")
 
 
 def vae_training_loss_reference(

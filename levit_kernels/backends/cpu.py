@@ -10,8 +10,6 @@ import torch
 from .. import gates as gating
 from .. import native
 from .._check import at_least_float32
-from .._loss import LossWithGradients
-from ..composed import dkf_fuse as composed_dkf_fuse
 from ..composed import elbo_loss as composed_elbo_loss
 from ..composed import expert_attention as composed_attention
 from ..composed import task_attention as composed_tasks
@@ -19,11 +17,11 @@ from ..composed import vae_codes as composed_codes
 from ..composed.expert_attention_backward import expert_attention_backward as composed_attention_backward
 from ..composed.latent_distance import latent_distance_backward
 from ..composed.task_forms import folds
-from ..expert_training import expert_training_loss_reference
 from ..folded_attention import FoldedWeights
-from ..head_training import head_training_loss_reference
-from ..vae_training import vae_training_loss_reference
+from ..position_noise import signed
+from . import cpu_training
 from .cpu_convolutions import strided_conv, transposed_conv
+from .cpu_fusion import STORES, dkf_fuse, dkf_fuse_backward, sums_dtype
 from .registry import Backend, device_of
 
 
@@ -144,43 +142,11 @@ def latent_distance(codes: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return torch.ops.levit_native.latent_distance(codes, query)
 
 
-def dkf_fuse(features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    """See levit_kernels.dkf_fuse."""
-    weights = gating.expand(gates).to(_sums(features, gates))
-    fused = torch.ops.levit_native.dkf_fuse(*_dense(features, weights, index))
-    return fused.to(torch.promote_types(features.dtype, gates.dtype))
-
-
-def dkf_fuse_backward(
-    grad: torch.Tensor,
-    features: torch.Tensor,
-    gates: torch.Tensor,
-    index: torch.Tensor | None,
-    needs: list[bool],
-) -> list[torch.Tensor]:
-    """Gradients of features and gates, those that `needs` names."""
-    grads = composed_dkf_fuse.dkf_fuse_backward(grad, features, gates, index, [True, False]) if needs[0] else []
-    if needs[1]:
-        stored, _, index = _dense(features, gates, index)
-        heads = gating.expand(gates).shape[2]
-        by_gate = torch.ops.levit_native.dkf_fuse_gate_gradient(grad.to(_sums(features, gates)), stored, index, heads)
-        grads.append(gating.reduce_like(by_gate, gates))
-    return grads
-
-
-def _dense(
-    features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The store as the kernel reads it, each expert's [N, E] dense; another layout costs a copy of the rows used."""
-    if features[:1, :1].is_contiguous():
-        return features, gates, index
-    rows = features if index is None else features[index]
-    return rows.contiguous(), gates, None
-
-
-def _sums(features: torch.Tensor, gates: torch.Tensor) -> torch.dtype:
-    """What the sums run in."""
-    return at_least_float32(torch.promote_types(features.dtype, gates.dtype))
+def position_noise(
+    positions: torch.Tensor, experts: torch.Tensor, latent_dim: int, seed: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """See levit_kernels.position_noise."""
+    return torch.ops.levit_native.position_noise(positions, experts, latent_dim, signed(seed)).to(dtype)
 
 
 def elbo_loss(
@@ -208,71 +174,6 @@ def vae_codes(
     if weights is None:
         return composed_codes.vae_codes(images, encoder, noise)
     return torch.ops.levit_native.vae_codes(images, weights, noise, bf16)
-
-
-def vae_training_loss(
-    images: torch.Tensor, weights: Sequence[torch.Tensor], beta: float, noise: torch.Tensor, bf16: bool = False
-) -> torch.Tensor:
-    """See levit_kernels.vae_training; without gradients to compute it is left to torch."""
-    if not torch.is_grad_enabled():
-        return vae_training_loss_reference(images, weights, beta, noise)
-    dense = [x.detach().contiguous() for x in weights]
-    native_op = torch.ops.levit_native.vae_training
-    return LossWithGradients.apply(lambda: native_op(images, dense, beta, noise, bf16), True, *weights)[0]
-
-
-def head_training_loss(
-    features: torch.Tensor,
-    labels: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    negative_slope: float,
-    epsilon: float,
-    bf16: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """See levit_kernels.head_training; without gradients to compute it is left to torch."""
-    if not torch.is_grad_enabled():
-        return head_training_loss_reference(features, labels, weights, negative_slope, epsilon)
-    x, *dense = (x.detach().contiguous() for x in (features, *weights))
-    native_op = torch.ops.levit_native.head_training
-    return LossWithGradients.apply(
-        lambda: native_op(x, labels, dense, negative_slope, epsilon, bf16), True, features, *weights
-    )
-
-
-def expert_training_loss(
-    patches: torch.Tensor,
-    labels: torch.Tensor,
-    attention: Sequence[torch.Tensor],
-    head: Sequence[torch.Tensor],
-    num_heads: int,
-    gates: torch.Tensor | None,
-    features: torch.Tensor | None,
-    index: torch.Tensor | None,
-    negative_slope: float,
-    epsilon: float,
-    bf16: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """See levit_kernels.expert_training; without gradients to compute it is left to torch."""
-    args = (patches, labels, attention, head, num_heads, gates, features, index, negative_slope, epsilon)
-    if not torch.is_grad_enabled():
-        return expert_training_loss_reference(*args)
-    leaves = [*attention, *head, *([] if gates is None else [gates])]
-    dense = [x.detach().contiguous() for x in leaves]
-    own, rest = dense[: len(attention)], dense[len(attention) : len(attention) + len(head)]
-    gate_table = None if gates is None else dense[-1].view(len(gates), -1)
-    if features is not None:
-        features, _, index = _dense(features, gates, index)
-
-    def compute() -> list[torch.Tensor]:
-        found = torch.ops.levit_native.expert_training(
-            *(patches.contiguous(), labels, own, rest, gate_table, features, index),
-            *(num_heads, negative_slope, epsilon, bf16),
-        )
-        if gates is not None:
-            found[len(leaves)] = found[len(leaves)].view(gates.shape)
-        return found
-
-    return LossWithGradients.apply(compute, True, *leaves)
 
 
 def _linear_layout(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -305,13 +206,6 @@ def task_attention(
     return out
 
 
-STORES = (
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32),
-    (torch.float64, torch.float64),
-)
-"""What dkf_fuse has kernels for: dtype of the store, dtype of the sums."""
-
 OPS = {
     "expert_attention": expert_attention,
     "folded_attention": folded_attention,
@@ -319,12 +213,11 @@ OPS = {
     "expert_attention_backward": expert_attention_backward,
     "latent_distance": latent_distance,
     "latent_distance_backward": latent_distance_backward,
+    "position_noise": position_noise,
     "elbo_loss": elbo_loss,
     "elbo_loss_backward": composed_elbo_loss.elbo_loss_backward,
     "vae_codes": vae_codes,
-    "vae_training_loss": vae_training_loss,
-    "head_training_loss": head_training_loss,
-    "expert_training_loss": expert_training_loss,
+    **cpu_training.OPS,
     "strided_conv": strided_conv,
     "transposed_conv": transposed_conv,
     "task_attention": task_attention,
@@ -345,19 +238,26 @@ def refuse(op: str, args: tuple) -> str | None:
     """Why the native kernels do not take a call."""
     if device_of(args).type != "cpu":
         return f"the tensors are on {device_of(args)}"
+    if op == "position_noise":
+        return None
     if op.startswith("dkf_fuse"):
         features, gates = args[op == "dkf_fuse_backward" :][:2]
-        if (features.dtype, _sums(features, gates)) not in STORES:
+        if (features.dtype, sums_dtype(features, gates)) not in STORES:
             return f"takes no {features.dtype} features with {gates.dtype} gates"
         return None
     if op.startswith("expert_attention") or op == "folded_attention":
         if getattr(args[1], "dtype", None) == torch.bfloat16:
             return None
         args = args[1:2]  # the dtype of patches and weights; gates may have any
-    if op == "expert_training_loss" and args[6] is not None and (args[6].dtype, args[0].dtype) not in STORES:
+    if op.startswith("expert_training") and args[6] is not None and (args[6].dtype, args[0].dtype) not in STORES:
         return f"takes no {args[6].dtype} features with {args[0].dtype} patches"
-    if op in ("head_training_loss", "expert_training_loss"):
+    if op.startswith(("head_training", "expert_training")):
         args = args[:1]  # labels are integers
+    if op == "move_statistics":
+        means, variances, _, biases, statistics, *_ = args  # counters are integers
+        args = (*means, *variances, *biases, *statistics)
+        if not all(x.is_contiguous() and x.dtype == means[0].dtype for x in args):
+            return "takes dense tensors of one dtype"
     if op.startswith("elbo_loss") and args[op == "elbo_loss_backward"].dtype == torch.bfloat16:
         return None
     for x in args:

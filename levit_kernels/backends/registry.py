@@ -140,11 +140,18 @@ def _reasons_against(op: str, args: tuple, before: str | None = None) -> str:
     return "; ".join(f"{backend.name}: {backend.reason_against(op, args)}" for backend in passed)
 
 
+def find_kernel(op: str, *args: Any) -> Callable[..., Any] | None:
+    """The kernel of this package that takes a call, None where that would be plain torch."""
+    name = forced()
+    for asked in NAMES if name is None else (name,):
+        if asked not in ("torch", "reference") and backends()[asked].can_run(op, args):
+            return backends()[asked].ops[op]
+    return None
+
+
 def has_kernel(op: str, *args: Any) -> bool:
     """Whether a kernel of this package would compute this call, and not plain torch."""
-    name = forced()
-    asked = NAMES if name is None else (name,)
-    return any(backends()[x].can_run(op, args) for x in asked if x not in ("torch", "reference"))
+    return find_kernel(op, *args) is not None
 
 
 def run_or(plain: Callable[..., Any], op: str, *args: Any) -> Any:
@@ -160,5 +167,6 @@ def run(op: str, *args: Any) -> Any:
 
 
 def device_of(args: tuple) -> torch.device:
-    """Where the call happens: every op has a tensor first."""
-    return args[0].device
+    """Where the call happens: every op has a tensor first, or a list of some."""
+    first = args[0]
+    return first.device if isinstance(first, torch.Tensor) else first[0].device

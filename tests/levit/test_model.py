@@ -87,6 +87,66 @@ def test_training_loss_and_gradients_agree(variant, experts):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("experts", [1, 3])
+def test_set_gradients_leaves_those_of_the_training_loss(variant, experts):
+    reference, fused = pair(variant, experts)
+    images, labels = random_images(variant, 6), random_labels(variant, 6)
+    for parameter in fused.active.parameters():
+        parameter.grad = torch.ones_like(parameter)  # of a step before
+    losses = [m.set_gradients(images, labels, generator=torch.Generator().manual_seed(2)) for m in (reference, fused)]
+    close(losses[1], losses[0])
+    assert not losses[0].requires_grad and not losses[1].requires_grad
+    for (name, expected), actual in zip(reference.active.named_parameters(), fused.active.parameters(), strict=True):
+        assert (actual.grad is None) == (expected.grad is None), name
+        if expected.grad is not None:
+            torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-9, atol=1e-10, msg=name)
+    assert all(parameter.grad is None for expert in fused.experts[:-1] for parameter in expert.parameters())
+    for (name, expected), actual in zip(reference.named_buffers(), fused.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
+class Regularised(levit.LEViT):
+    """A researcher's own loss."""
+
+    def training_loss(self, *args, **kwargs):
+        return super().training_loss(*args, **kwargs) + self.active.head.out.bias.square().sum()
+
+
+@pytest.mark.parametrize("meddle", ["hook", "late hook", "frozen parameter", "other loss", "subclass"])
+def test_set_gradients_heeds_what_autograd_would(meddle):
+    """What is done to the fused model by its user has the effect that it would have on `training_loss().backward()`."""
+    gradients = []
+    for whole in (False, True):
+        model = build(Regularised if meddle == "subclass" else levit.LEViT, small_config(), 3)
+        bias, own_loss = model.active.head.out.bias, model.training_loss
+        if meddle == "hook":
+            bias.register_hook(lambda gradient: 7 * gradient)
+        elif meddle == "late hook":
+            bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", 7 * parameter.grad))
+        elif meddle == "frozen parameter":
+            bias.requires_grad_(False)
+        elif meddle == "other loss":
+            model.training_loss = lambda *args, own_loss=own_loss, **kwargs: 7 * own_loss(*args, **kwargs)
+        images, labels = random_images(model.cfg, 6), random_labels(model.cfg, 6)
+        noise = torch.randn(6, model.cfg.latent_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        if whole:
+            model.set_gradients(images, labels, noise=noise)
+        else:
+            model.training_loss(images, labels, noise=noise).backward()
+        gradients.append([parameter.grad for parameter in model.active.parameters()])
+    for actual, expected in zip(gradients[1], gradients[0], strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [levit.reference.LEViT, levit.LEViT])
+def test_set_gradients_wants_them_enabled(kind):
+    model = build(kind, small_config(), 2)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+        model.set_gradients(random_images(model.cfg, 6), random_labels(model.cfg, 6))
+
+
 def test_gradients_of_evaluation_agree():
     """Evaluating with gradients on is differentiable, as the reference is: to images and the active expert."""
     reference, fused = pair(small_config(), 3)

@@ -7,7 +7,7 @@ import torch
 
 from levit_kernels import use_backend
 from levit_kernels.backends import cpu
-from levit_kernels.expert_training import expert_training_loss
+from levit_kernels.expert_training import expert_training_gradients, expert_training_loss
 
 NATIVE = pytest.param(
     "cpu", marks=pytest.mark.skipif(cpu.unavailable() is not None, reason=f"native kernels: {cpu.unavailable()}")
@@ -54,9 +54,9 @@ class Arguments:
     def leaves(self):
         return [*self.attention, *self.head, *([] if self.gates is None else [self.gates])]
 
-    def __call__(self):
+    def __call__(self, op=expert_training_loss):
         args = (self.patches, self.labels, self.attention, self.head, self.heads, self.gates, self.features, self.index)
-        return expert_training_loss(*args)
+        return op(*args)
 
     def outcome(self, backend):
         with use_backend(backend):
@@ -114,6 +114,22 @@ def assert_close(found, expected, dtype, tolerance):
 def test_loss_gradients_and_statistics_are_those_of_float64(name, backend, dtype, tolerance):
     of = Arguments(name, dtype)
     assert_close(of.outcome(backend), exact(of), dtype, tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SIZES)
+def test_gradients_without_a_graph_are_the_same_bits(name, backend):
+    of = Arguments(name, torch.float32)
+    with use_backend(backend):
+        found = of(expert_training_gradients)
+        loss, *statistics = of()
+    if backend != "cpu":
+        assert found is None
+        return
+    expected = [loss, *torch.autograd.grad(loss, of.leaves), *statistics]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not any(x.requires_grad for x in found)
+    assert torch.is_grad_enabled() and all(leaf.grad is None for leaf in of.leaves)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -48,7 +48,7 @@ def test_automatic_choice():
         "head_training_loss": "cpu" if NATIVE else "torch",
         "expert_training_loss": "cpu" if NATIVE else "torch",
         "batch_norm_fold": "torch",
-        "position_noise": "torch",
+        "position_noise": "cpu" if NATIVE else "torch",
         "task_attention": "cpu" if NATIVE else "torch",
     }
     assert pick("latent_distance", torch.bfloat16) == "torch"

@@ -47,6 +47,21 @@ def test_the_numbers_are_those_of_the_generator(backend):
     check(backend, torch.float32, 1e-6)
 
 
+@pytest.mark.parametrize("backend", [None, "torch", "reference", "cpu"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_row_has_its_own_numbers_whoever_makes_them(threads, backend):
+    positions, experts = torch.arange(700) * 3 + 1, torch.arange(7)
+    expected = torch.from_numpy(oracle(positions.numpy(), experts.numpy(), 13, 5))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with use_backend(backend):
+            found = position_noise(positions, experts, 13, 5, torch.float64)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
 def test_refusals():
     here = torch.arange(3)
     with pytest.raises(TypeError, match="position_noise: experts must be int64, got torch.int32"):

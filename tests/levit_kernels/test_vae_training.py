@@ -5,7 +5,7 @@ import torch
 
 from levit_kernels import use_backend
 from levit_kernels.backends import cpu
-from levit_kernels.vae_training import vae_training_loss
+from levit_kernels.vae_training import vae_training_gradients, vae_training_loss
 
 NATIVE = pytest.param(
     "cpu", marks=pytest.mark.skipif(cpu.unavailable() is not None, reason=f"native kernels: {cpu.unavailable()}")
@@ -60,6 +60,21 @@ def test_loss_and_gradients_are_those_of_float64(name, backend, dtype, tolerance
     torch.testing.assert_close(loss.detach().double(), expected, rtol=tolerance, atol=0)
     for one, other in zip(gradients, expected_gradients, strict=True):
         assert one.dtype == dtype and (one / 3 - other).norm() <= tolerance * (other.norm() + 1e-3)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_without_a_graph_are_the_same_bits(name, backend):
+    args = arguments(name, torch.float32)
+    with use_backend(backend):
+        found = vae_training_gradients(*args)
+        loss = vae_training_loss(*args)
+    if backend != "cpu":
+        assert found is None
+        return
+    assert all(torch.equal(a, b) for a, b in zip(found, [loss, *torch.autograd.grad(loss, args[1])], strict=True))
+    assert not any(x.requires_grad for x in found)
+    assert torch.is_grad_enabled() and all(weight.grad is None for weight in args[1])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
