@@ -39,6 +39,7 @@ Tensor position_noise(const Tensor& positions, const Tensor& experts, int64_t la
            torch::headeronly::toString(numbers->scalar_type()), " ", shape(*numbers));
     }
   }
+  if (latent < 1) fail("position_noise: latent must be at least 1, got ", latent);
   const Tensor dense_positions = torch::stable::contiguous(positions), dense_experts = torch::stable::contiguous(experts);
   const int64_t count = positions.numel();
   const int64_t *position = dense_positions.const_data_ptr<int64_t>(), *expert = dense_experts.const_data_ptr<int64_t>();

@@ -230,25 +230,27 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.parametrize("op", [expert_training_loss, expert_training_gradients])
 @pytest.mark.parametrize(("change", "error", "message"), REFUSALS)
-def test_refusals(change, error, message):
+def test_refusals(change, error, message, op):
     of = Arguments("odd", torch.float32)
     for name, edit in change.items():
         setattr(of, name, edit(getattr(of, name)))
-    with pytest.raises(error, match=f"expert_training_loss: .*{message}"):
-        of()
+    with pytest.raises(error, match=f"{op.__name__}: .*{message}"):
+        of(op)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", [expert_training_loss, expert_training_gradients])
 @pytest.mark.parametrize("row", [-1, 10])
-def test_an_index_outside_the_store_is_refused(row, backend):
+def test_an_index_outside_the_store_is_refused(row, op, backend):
     of = Arguments("odd", torch.float32)
     of.index[2] = row
     with (
         use_backend(backend),
-        pytest.raises(IndexError, match=rf"training_loss: index must lie in \[0, M=10\), got {row}"),
+        pytest.raises(IndexError, match=rf"{op.__name__}: index must lie in \[0, M=10\), got {row}"),
     ):
-        of()
+        of(op)
 
 
 @pytest.mark.skipif(cpu.unavailable() is not None, reason=f"native kernels: {cpu.unavailable()}")

@@ -83,3 +83,21 @@ def test_what_is_not_dense_is_left_to_torch():
     assert all(
         torch.equal(a, b) for x, y in zip(args[:3], expected[:3], strict=True) for a, b in zip(x, y, strict=True)
     )
+
+
+@pytest.mark.skipif(cpu.unavailable() is not None, reason=f"native kernels: {cpu.unavailable()}")
+@pytest.mark.parametrize(
+    ("argument", "change", "message"),
+    [
+        (0, lambda x: x[1:], "expected statistics of 1 layers, got 2"),
+        (1, lambda x: [x[0][1:], x[1]], r"expected dense Double \[100\], got Double \[99\]"),
+        (2, lambda x: [x[0].int(), x[1]], "counters must be int64"),
+        (3, lambda x: [x[0].float(), x[1]], r"expected dense Double \[100\], got Float \[100\]"),
+        (4, lambda x: [x[0], x[1][::2], *x[2:]], r"expected dense Double \[100\], got Double \[50\]"),
+    ],
+)
+def test_the_kernel_itself_reads_nothing_that_is_not_there(argument, change, message):
+    args = arguments(list(layers("two", torch.float64)))
+    args[argument] = change(args[argument])
+    with pytest.raises(RuntimeError, match=f"move_statistics: {message}"):
+        torch.ops.levit_native.move_statistics(*args)

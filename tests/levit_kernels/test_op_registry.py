@@ -53,7 +53,9 @@ def test_automatic_choice():
     }
     assert pick("latent_distance", torch.bfloat16) == "torch"
     halves = {op: pick(op, torch.float16) for op in SAMPLES}
-    assert halves.pop("position_noise") == ("cpu" if NATIVE else "torch")  # it is made in float64, whatever is asked for
+    assert halves.pop("position_noise") == (
+        "cpu" if NATIVE else "torch"
+    )  # it is made in float64, whatever is asked for
     assert set(halves.values()) == {"reference"}
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from levit_kernels import use_backend
+from levit_kernels.backends import cpu
 from levit_kernels.position_noise import position_noise
 
 
@@ -32,7 +33,7 @@ def oracle(positions, experts, latent, seed):
 
 def check(backend, dtype, tolerance):
     positions, experts = torch.tensor([0, 7, 10**12, 3])[::2], torch.tensor([-1, 0, 5])
-    for seed in (0, 3, 10**9, -2):
+    for seed in (0, 3, 10**9, -2, 2**63 + 5):
         with use_backend(backend):
             found = position_noise(positions, experts, 5, seed, dtype)
         expected = torch.from_numpy(oracle(positions.numpy(), experts.numpy(), 5, seed))
@@ -72,3 +73,11 @@ def test_refusals():
         position_noise(here, here, 0, 0)
     with pytest.raises(TypeError, match="position_noise: dtype must be floating point, got torch.int64"):
         position_noise(here, here, 5, 0, torch.int64)
+
+
+@pytest.mark.skipif(cpu.unavailable() is not None, reason=f"native kernels: {cpu.unavailable()}")
+def test_the_kernel_itself_reads_nothing_that_is_not_there():
+    here = torch.arange(3)
+    for positions, experts, latent in ((here.int(), here, 5), (here, here[None], 5), (here, here, 0)):
+        with pytest.raises(RuntimeError, match="position_noise: .* must be"):
+            torch.ops.levit_native.position_noise(positions, experts, latent, 0)

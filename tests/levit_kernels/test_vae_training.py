@@ -133,13 +133,15 @@ def test_strides_frozen_weights_and_a_second_backward():
         torch.testing.assert_close(vae_training_loss(images, weights, beta, noise), expected)
 
 
-def test_refusals():
+@pytest.mark.parametrize("op", [vae_training_loss, vae_training_gradients])
+def test_refusals(op):
+    name = op.__name__
     images, weights, beta, noise = arguments("odd", torch.float32)
-    with pytest.raises(ValueError, match=r"vae_training_loss: noise must have shape \[B=5, L=5\], got \[4, 5\]"):
-        vae_training_loss(images, weights, beta, noise[1:])
-    with pytest.raises(ValueError, match="vae_training_loss: images must have B >= 1"):
-        vae_training_loss(images[:0], weights, beta, noise[:0])
-    with pytest.raises(TypeError, match="vae_training_loss: weights.w1 must be torch.float32 like images"):
-        vae_training_loss(images, [w.double() for w in weights], beta, noise)
-    with pytest.raises(ValueError, match="vae_training_loss: beta must be finite, got inf"):
-        vae_training_loss(images, weights, float("inf"), noise)
+    with pytest.raises(ValueError, match=rf"{name}: noise must have shape \[B=5, L=5\], got \[4, 5\]"):
+        op(images, weights, beta, noise[1:])
+    with pytest.raises(ValueError, match=f"{name}: images must have B >= 1"):
+        op(images[:0], weights, beta, noise[:0])
+    with pytest.raises(TypeError, match=f"{name}: weights.w1 must be torch.float32 like images"):
+        op(images, [w.double() for w in weights], beta, noise)
+    with pytest.raises(ValueError, match=f"{name}: beta must be finite, got inf"):
+        op(images, weights, float("inf"), noise)
