@@ -137,6 +137,7 @@ struct WeightsKernel : protected Tiles<T, kWidth, kChannels> {
     const int64_t all = step.batch * words(step);
     constexpr int64_t kWordsTogether = kTokensTogether / kTogether;
     static const Factor ones[2] = {one(), one()};
+    const auto of_one = Words<Factor, kWidth>::spread(ones);
     const auto [sums] = scratch<T, Phase::kWeights>({inputs * kPanel});
     for (int64_t c = channels.begin; c < channels.end; c += kPanel) {
       const int64_t count = std::min(kPanel, channels.end - c);
@@ -149,8 +150,8 @@ struct WeightsKernel : protected Tiles<T, kWidth, kChannels> {
         Tiles<Factor, kWidth, kChannels>::multiply(of, inputs, count, t > 0, sums, kPanel);
         V part[2] = {};
         for (int64_t i = t; i < end; ++i) {
-          Words<Factor, kWidth>::add_product(part[0], ones, load<kWidth>(panel + i * kPanel));
-          Words<Factor, kWidth>::add_product(part[1], ones, load<kWidth>(panel + i * kPanel + kWidth));
+          Words<Factor, kWidth>::add_product(part[0], of_one, load<kWidth>(panel + i * kPanel));
+          Words<Factor, kWidth>::add_product(part[1], of_one, load<kWidth>(panel + i * kPanel + kWidth));
         }
         bias[0] += part[0];
         bias[1] += part[1];

@@ -75,7 +75,7 @@ struct Products : protected Words<T, kWidth> {
       for (int v = 0; v < kVectors; ++v) in[v] = load<kWidth>(x + v * kWidth);
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) {
-        const T* weight = w[c / kRows] + c % kRows * of.by_channel;
+        const auto weight = Number::spread(w[c / kRows] + c % kRows * of.by_channel);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) Number::add_product(sums[c][v], weight, in[v]);
       }
@@ -85,10 +85,9 @@ struct Products : protected Words<T, kWidth> {
     if (of.inputs % kInputs == 0) return;
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
+      const auto weight = Number::spread_last(w[c / kRows] + c % kRows * of.by_channel);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        Number::add_last(sums[c][v], w[c / kRows] + c % kRows * of.by_channel, load<kWidth>(x + v * kWidth));
-      }
+      for (int v = 0; v < kVectors; ++v) Number::add_product(sums[c][v], weight, load<kWidth>(x + v * kWidth));
     }
   }
 

@@ -19,8 +19,9 @@ struct Words {
   using V = Lanes<Sum, kWidth>;
   static constexpr int kInputs = 1;  // in a word
 
-  static LEVIT_INLINE void add_product(V& sum, const T* w, const V& x) { sum += *w * x; }
-  static LEVIT_INLINE void add_last(V&, const T*, const V&) {}  // no word is ever half full
+  static LEVIT_INLINE V spread(const T* w) { return V{} + *w; }
+  static LEVIT_INLINE V spread_last(const T*) { return V{}; }  // no word is ever half full
+  static LEVIT_INLINE void add_product(V& sum, const V& w, const V& x) { sum += w * x; }
   static LEVIT_INLINE V narrow(const V& sums) { return sums; }
   static LEVIT_INLINE V join(const V (&sums)[1]) { return sums[0]; }
 };
@@ -33,20 +34,22 @@ struct Words<BFloat16, 16> {
   using X = Lanes<Word, 16>;
   static constexpr int kInputs = 2;
 
-  static LEVIT_INLINE void add_product(V& sum, const BFloat16* w, const X& x) {
+  // One load for all vectors of x: as an operand in memory, the word would be read again for each.
+  static LEVIT_INLINE X spread(const BFloat16* w) {
     struct Pair {
       BFloat16 inputs[2];
     };
-    V next = sum;  // an element of an array that assembly changes would keep the array in memory
-    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(next) : "v"(x), "m"(*reinterpret_cast<const Pair*>(w)));
-    sum = next;
+    X word;
+    asm("vpbroadcastd %1, %0" : "=v"(word) : "m"(*reinterpret_cast<const Pair*>(w)));
+    return word;
   }
 
   // Of an odd number of inputs: what lies behind the weight is not touched.
-  static LEVIT_INLINE void add_last(V& sum, const BFloat16* w, const X& x) {
-    const X weight = X{} + w->bits;
-    V next = sum;
-    asm("vdpbf16ps %2, %1, %0" : "+v"(next) : "v"(x), "v"(weight));
+  static LEVIT_INLINE X spread_last(const BFloat16* w) { return X{} + w->bits; }
+
+  static LEVIT_INLINE void add_product(V& sum, const X& w, const X& x) {
+    V next = sum;  // an element of an array that assembly changes would keep the array in memory
+    asm("vdpbf16ps %2, %1, %0" : "+v"(next) : "v"(x), "v"(w));
     sum = next;
   }
 
