@@ -19,9 +19,9 @@ struct Words {
   using V = Lanes<Sum, kWidth>;
   static constexpr int kInputs = 1;  // in a word
 
-  static LEVIT_INLINE V spread(const T* w) { return V{} + *w; }
-  static LEVIT_INLINE V spread_last(const T*) { return V{}; }  // no word is ever half full
-  static LEVIT_INLINE void add_product(V& sum, const V& w, const V& x) { sum += w * x; }
+  static LEVIT_INLINE T spread(const T* w) { return *w; }  // in the product; a sum V{} + *w is arithmetic
+  static LEVIT_INLINE T spread_last(const T*) { return T{}; }  // no word is ever half full
+  static LEVIT_INLINE void add_product(V& sum, T w, const V& x) { sum += w * x; }
   static LEVIT_INLINE V narrow(const V& sums) { return sums; }
   static LEVIT_INLINE V join(const V (&sums)[1]) { return sums[0]; }
 };
