@@ -46,7 +46,9 @@ def dense_store(
     features: torch.Tensor, gates: torch.Tensor, index: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The store as the kernel reads it, each expert's [N, E] dense; another layout costs a copy of the rows used."""
-    if features[:1, :1].is_contiguous():
+    _, _, tokens, width = features.shape
+    by_token, by_feature = features.stride()[2:]
+    if (width == 1 or by_feature == 1) and (tokens == 1 or by_token == width):
         return features, gates, index
     rows = features if index is None else features[index]
     return rows.contiguous(), gates, None

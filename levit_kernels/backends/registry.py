@@ -46,10 +46,6 @@ class Backend:
             return (None if self.ops else self.unavailable()) or f"has no kernel for {op}"
         return self.unavailable() or self.refuse(op, args)
 
-    def missed(self, op: str, args: tuple) -> str | None:
-        """Why this backend cannot run in this process, if it is for such calls; else None."""
-        return self.unavailable() if op in self.ops and self.serves(device_of(args).type) else None
-
     def can_run(self, op: str, args: tuple, raise_error: bool = False) -> bool:
         """Whether this backend takes the call. Raises BackendError with the reason if not and `raise_error`."""
         if raise_error and (reason := self.reason_against(op, args)):
@@ -121,15 +117,19 @@ def choose(op: str, args: tuple) -> Backend:
     if name is not None:
         table[name].can_run(op, args, raise_error=True)
         return table[name]
+    device = device_of(args).type
     for backend in table.values():
-        if backend.can_run(op, args):
+        if op not in backend.ops or not backend.serves(device):
+            continue
+        missing = backend.unavailable()
+        if missing is None and backend.refuse(op, args) is None:
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("%s: %s (%s)", op, backend.name, _reasons_against(op, args, before=backend.name))
             return backend
-        if backend.name not in _told and (reason := backend.missed(op, args)):
+        if missing is not None and backend.name not in _told:
             _told.add(backend.name)
             warnings.warn(
-                f"levit_kernels: the '{backend.name}' backend would run {op} faster but is not available: {reason}",
+                f"levit_kernels: the '{backend.name}' backend would run {op} faster but is not available: {missing}",
                 stacklevel=2,
             )
     raise BackendError(f"levit_kernels.{op}: no backend takes this call: {_reasons_against(op, args)}")
